@@ -1,0 +1,5 @@
+"""Runs the command line as `python -m margrpo`."""
+
+from margrpo.cli import main
+
+main()

@@ -1,0 +1,7 @@
+"""NOVA (arXiv 2412.14169): architecture, checkpoint layout and sampling defaults."""
+
+from margrpo.models.nova.model import NOVA
+
+from_pretrained = NOVA.from_pretrained
+
+__all__ = ["NOVA", "from_pretrained"]

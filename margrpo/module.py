@@ -1,0 +1,295 @@
+"""The LightningModule of MAR-GRPO: policy, frozen head, frozen reference, and the update on a rollout."""
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from margrpo.models.base import HybridModel, concatenate_rows, expand_row, repeat_rows
+from margrpo.objective.advantage import group_advantages
+from margrpo.objective.loss import ObjectiveConfig, kl_divergence, policy_loss, weighted_mean
+from margrpo.rollout.denoising import Scores, TokenDenoiser
+from margrpo.rollout.types import Evaluation, MaskStep, Rollout
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101) with a linear warm-up to a constant learning rate.
+
+    Args:
+        learning_rate: of the policy.
+        betas: decay of the two moments.
+        weight_decay: decoupled weight decay.
+        warmup_steps: optimiser steps until the learning rate is reached; 0 starts at it.
+        max_gradient_norm: gradients are scaled down to this norm over all trained parameters.
+    """
+
+    learning_rate: float = 2e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    max_gradient_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "max_gradient_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+        for name in ("weight_decay", "warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+
+class NonFiniteError(RuntimeError):
+    """Too many updates in a row had a gradient that is not finite."""
+
+
+class MARGRPO(L.LightningModule):
+    """Trains the policy of a hybrid model on rollouts.
+
+    Args:
+        model: the generator; a class path such as `margrpo.models.nova.from_pretrained` with its arguments.
+        objective: advantages, clipping and KL.
+        optimizer: AdamW and its schedule.
+        train_head: train the diffusion head too. False is the method; True is the end-to-end baseline the paper starts
+            from.
+        head_lr_scale: learning rate of a trained head, as a factor of the policy's.
+        mask_steps_per_update: `all`: one optimiser step per pass over a rollout. 1: one after each trained mask step,
+            as the published runs did; later ones are then corrected by the recorded log-probabilities.
+        num_iterations: passes over each rollout (GRPO's mu, arXiv 2402.03300).
+        max_skipped_updates: an update whose gradient is not finite is skipped; the run stops after so many in a row.
+    """
+
+    def __init__(
+        self,
+        model: HybridModel,
+        objective: ObjectiveConfig = ObjectiveConfig(),  # noqa: B008 - frozen
+        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - frozen
+        train_head: bool = False,
+        head_lr_scale: float = 1.0,
+        mask_steps_per_update: Literal["all", 1] = "all",
+        num_iterations: int = 1,
+        max_skipped_updates: int = 5,
+    ) -> None:
+        super().__init__()
+        if num_iterations < 1:
+            raise ValueError(f"num_iterations is {num_iterations}; it must be at least 1")
+        if head_lr_scale < 0:
+            raise ValueError(f"head_lr_scale is {head_lr_scale}; it must not be negative")
+        self.automatic_optimization = False
+        self.strict_loading = False
+        self.model = model
+        self.model.freeze(train_head=train_head)
+        self.reference = copy.deepcopy(model.policy).requires_grad_(False)
+        self.reference_head = copy.deepcopy(model.head).requires_grad_(False) if train_head else model.head
+        self.objective = objective
+        self.optimizer_config = optimizer
+        self.train_head = train_head
+        self.head_lr_scale = head_lr_scale
+        self.mask_steps_per_update = mask_steps_per_update
+        self.num_iterations = num_iterations
+        self.max_skipped_updates = max_skipped_updates
+        self.skipped_in_a_row = 0
+        self.skipped_updates = 0
+        self.eval()
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW over the policy, and the head where it is trained."""
+        config = self.optimizer_config
+        groups = [{"params": [p for p in self.model.policy.parameters() if p.requires_grad], "lr": config.learning_rate}]
+        if self.train_head:
+            groups.append({"params": list(self.model.head.parameters()), "lr": config.learning_rate * self.head_lr_scale})
+        optimizer = torch.optim.AdamW(groups, betas=config.betas, weight_decay=config.weight_decay)
+        warmup = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1))
+        )
+        return {"optimizer": optimizer, "lr_scheduler": warmup}
+
+    def training_step(self, rollout: Rollout, batch_idx: int) -> dict[str, Any]:
+        """Update on one rollout.
+
+        Returns:
+            `kl`: by trained mask step, closed-form KL divergence from the reference in nats, mean over the channels of
+            the trained decisions; `kl_image_nats`: the same summed over the channels, tokens and stochastic denoising
+            steps of an image; `seconds`: of the update.
+        """
+        started = time.perf_counter()
+        advantages = group_advantages(rollout.rewards, rollout.config.group_size, self.objective.advantage_scale)
+        config = rollout.config
+        transition = self.model.transition(config.denoising_steps, config.noise_level, config.stochastic_steps)
+        denoiser = TokenDenoiser(self.model.head, transition, score_guided=config.score_guided)
+        reference_denoiser = TokenDenoiser(self.reference_head, transition, score_guided=config.score_guided)
+        per_update = len(rollout.mask_steps) if self.mask_steps_per_update == "all" else 1
+        metrics: dict[int, dict[str, Tensor]] = {}
+        for _ in range(self.num_iterations):
+            for first in range(0, len(rollout.mask_steps), per_update):
+                mask_steps = rollout.mask_steps[first : first + per_update]
+                for mask_step in mask_steps:
+                    loss, metrics[mask_step.index] = self.mask_step_loss(
+                        rollout, mask_step, advantages.values, denoiser, reference_denoiser
+                    )
+                    self.manual_backward(loss / len(mask_steps))
+                self.optimizer_step_if_finite()
+        head_tokens = denoiser.head_tokens + reference_denoiser.head_tokens
+        self._log_rollout(rollout, advantages.group_std, advantages.zero_std_groups, advantages.invalid)
+        self._log_update(metrics, head_tokens, time.perf_counter() - started)
+        kl = {index: values["kl"] for index, values in metrics.items()}
+        decisions_per_image = self.model.num_tokens * self.model.token_channels * len(transition.trainable_steps)
+        return {
+            "kl": kl,
+            "kl_image_nats": torch.stack(list(kl.values())).mean() * decisions_per_image,
+            "seconds": time.perf_counter() - started,
+        }
+
+    def mask_step_loss(
+        self,
+        rollout: Rollout,
+        mask_step: MaskStep,
+        advantage: Tensor,
+        denoiser: TokenDenoiser,
+        reference_denoiser: TokenDenoiser,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of one trained mask step: mean over its decisions of the surrogate plus the KL to the reference.
+
+        Args:
+            rollout: the rollout.
+            mask_step: one of its mask steps.
+            advantage: fp32 [B].
+            denoiser: head of the policy.
+            reference_denoiser: head of the reference.
+
+        Returns:
+            the loss (a scalar) and scalar metrics, detached.
+        """
+        decisions = mask_step.decisions
+        scores = self.score(self.model.policy, rollout, mask_step, denoiser)
+        with torch.no_grad():
+            reference = self.score(self.reference, rollout, mask_step, reference_denoiser)
+        policy, metrics = policy_loss(
+            scores.log_prob,
+            decisions.log_prob,
+            advantage[decisions.image][decisions.place],
+            decisions.weight,
+            self.objective,
+            on_policy=self.num_iterations == 1 and self.mask_steps_per_update == "all",
+        )
+        penalty = weighted_mean(kl_divergence(scores, reference, self.objective.kl_estimator), decisions.weight)
+        loss = policy + self.objective.kl_weight * penalty
+        with torch.no_grad():
+            kl = weighted_mean(kl_divergence(scores, reference, "gaussian"), decisions.weight)
+        return loss, {**metrics, "kl": kl, "policy_loss": policy.detach(), "loss": loss.detach()}
+
+    def score(self, policy: nn.Module, rollout: Rollout, mask_step: MaskStep, denoiser: TokenDenoiser) -> Scores:
+        """Score the decisions of a mask step under a policy, which sees what the rollout's policy saw."""
+        model, config, decisions = self.model, rollout.config, mask_step.decisions
+        batch = len(rollout.order)
+        prefix = repeat_rows(model.prefix(policy, rollout.condition), config.group_size)
+        known, latents = rollout.order[:, : mask_step.start], rollout.latents
+        guided = config.guided and config.score_guided
+        if guided:
+            prefix = concatenate_rows(prefix, expand_row(model.prefix(policy, model.unconditional()), batch))
+            known, latents = torch.cat([known, known]), torch.cat([latents, latents])
+        z = model.predict_condition(policy, latents.to(next(iter(prefix.values())).dtype), known, prefix)
+        conditional = z[decisions.image, decisions.token]
+        unconditional = z[decisions.image + batch, decisions.token] if guided else None
+        conditions = denoiser.embed(conditional, unconditional, config.guidance_scale).select(decisions.place)
+        return denoiser.score(conditions, **decisions.payload)
+
+    def optimizer_step_if_finite(self) -> None:
+        """Step, unless the gradient is not finite: then drop it and count.
+
+        Raises:
+            NonFiniteError: after `max_skipped_updates` in a row.
+        """
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
+        assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
+        norm = torch.nn.utils.get_total_norm(self._gradients())
+        if torch.isfinite(norm):
+            self.skipped_in_a_row = 0
+            optimizer.step()
+            schedule.step()
+        else:
+            self.skipped_in_a_row += 1
+            self.skipped_updates += 1
+        optimizer.zero_grad()
+        if self.skipped_in_a_row >= self.max_skipped_updates:
+            raise NonFiniteError(
+                f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (norm {norm.item()}); "
+                "lower the learning rate, or look at the rewards and stability/ratio_deviation"
+            )
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip; callbacks have seen the gradient by then."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_gradient_norm)
+
+    def validation_step(self, evaluation: Evaluation, batch_idx: int) -> None:
+        """Log the mean held-out reward, in all and by scorer."""
+        assert evaluation.rewards is not None
+        rewards = {"reward/heldout": evaluation.rewards}
+        rewards |= {f"reward/heldout_{name}": values for name, values in evaluation.rewards_by_scorer.items()}
+        for name, values in rewards.items():
+            self.log(name, values.mean(), batch_size=len(values), on_epoch=True, sync_dist=True, prog_bar=name == "reward/heldout")
+
+    def predict_step(self, evaluation: Evaluation, batch_idx: int) -> Evaluation:
+        """Hand the images to whoever writes them."""
+        return evaluation
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep what training changes; everything frozen is in the checkpoint the run started from."""
+        checkpoint["state_dict"] = {key: checkpoint["state_dict"][key] for key in self._trained_keys()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Check that a training checkpoint belongs to this configuration.
+
+        Raises:
+            ValueError: naming the first weights that are missing, or not trained here.
+        """
+        expected, found = self._trained_keys(), checkpoint["state_dict"].keys()
+        wrong = [f"lacks {key}" for key in expected if key not in found]
+        wrong += [f"has {key}, which is not trained here" for key in found if key not in expected]
+        if wrong:
+            raise ValueError(f"the training checkpoint {wrong[0]}; is it from a run with another model or train_head?")
+
+    def _trained_keys(self) -> list[str]:
+        prefixes = ("model.policy.", "model.head.") if self.train_head else ("model.policy.",)
+        return [key for key in self.state_dict() if key.startswith(prefixes)]
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+    def _log_rollout(self, rollout: Rollout, group_std: Tensor, zero_std_groups: int, invalid: int) -> None:
+        rewards = rollout.rewards[rollout.rewards.isfinite()]
+        values = {
+            "reward/train": rewards.mean(),
+            "reward/group_std": group_std.mean(),
+            "reward/zero_std_groups": zero_std_groups / len(group_std),
+            "reward/invalid_images": float(invalid),
+            "rollout/head_tokens": float(rollout.head_tokens),
+            **{f"reward/train_{name}": scores.nanmean() for name, scores in rollout.rewards_by_scorer.items()},
+            **{f"time/{phase}": seconds for phase, seconds in rollout.seconds.items()},
+        }
+        for share in rollout.mask_steps[0].shares:
+            values[f"rollout/{share}_tokens"] = sum(s.shares[share] for s in rollout.mask_steps) / len(rollout.mask_steps)
+        self.log_dict(values, batch_size=len(rollout.rewards))
+        self.log("reward", rewards.mean(), prog_bar=True, logger=False, batch_size=len(rollout.rewards))
+
+    def _log_update(self, metrics: dict[int, dict[str, Tensor]], head_tokens: int, seconds: float) -> None:
+        by_step = list(metrics.values())
+        mean = {name: torch.stack([values[name] for values in by_step]).mean() for name in by_step[0]}
+        worst = torch.stack([values["ratio_deviation"] for values in by_step]).max()
+        self.log_dict(
+            {
+                "stability/policy_loss": mean["policy_loss"],
+                "stability/loss": mean["loss"],
+                "stability/ratio_deviation": worst,
+                "stability/clip_share": mean["clip_share"],
+                "stability/skipped_updates": float(self.skipped_updates),
+                "rollout/update_head_tokens": float(head_tokens),
+                "time/update": seconds,
+            }
+        )

@@ -1,0 +1,69 @@
+"""Random numbers of a rollout: each sample's own, whatever batch, rank or order it is drawn in."""
+
+import hashlib
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Stream(IntEnum):
+    """Independent uses of a sample's noise."""
+
+    ORDER = 0
+    PREDICTED = 1
+    UNKNOWN = 2
+    TRAJECTORY = 3
+
+
+class Noise(Protocol):
+    """Source of decoding orders and normal draws for B samples."""
+
+    def order(self) -> Tensor:
+        """Return decoding orders, int64 [B, N]."""
+        ...
+
+    def normal(self, stream: Stream, index: int, tokens: Tensor, draws: int) -> Tensor:
+        """Return fp32 normal numbers [draws, B, n, C] for tokens int64 [B, n] at mask step or trajectory `index`."""
+        ...
+
+
+def stable_seed(*parts: int) -> int:
+    """Mix integers into a seed in [0, 2^63); the same on every machine and in every process."""
+    digest = hashlib.blake2b(",".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+class SampleNoise:
+    """Noise from one seed per sample.
+
+    Args:
+        seeds: B seeds, from `stable_seed(seed, step, prompt, sample)`.
+        num_tokens: N.
+        channels: C.
+        device: where the numbers are drawn.
+    """
+
+    def __init__(self, seeds: list[int], num_tokens: int, channels: int, device: torch.device) -> None:
+        self.seeds = seeds
+        self.num_tokens = num_tokens
+        self.channels = channels
+        self.generator = torch.Generator(device=device)
+
+    def order(self) -> Tensor:
+        """Return a random permutation of the tokens per sample, int64 [B, N]."""
+        rows = []
+        for seed in self.seeds:
+            self.generator.manual_seed(stable_seed(seed, Stream.ORDER))
+            rows.append(torch.rand(self.num_tokens, generator=self.generator, device=self.generator.device))
+        return torch.stack(rows).argsort(dim=1)
+
+    def normal(self, stream: Stream, index: int, tokens: Tensor, draws: int) -> Tensor:
+        """Return fp32 normal numbers [draws, B, n, C]; equal for equal seeds, stream, index and shape."""
+        device = self.generator.device
+        out = torch.empty(draws, len(self.seeds), tokens.shape[1], self.channels, device=device)
+        for row, seed in enumerate(self.seeds):
+            self.generator.manual_seed(stable_seed(seed, stream, index))
+            out[:, row] = torch.randn(draws, tokens.shape[1], self.channels, generator=self.generator, device=device)
+        return out
