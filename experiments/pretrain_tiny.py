@@ -31,7 +31,7 @@ from margrpo.rollout.config import SamplingConfig
 from margrpo.rollout.denoising import TokenDenoiser
 from margrpo.rollout.noise import SampleNoise, stable_seed
 from margrpo.rollout.sampler import generate
-from margrpo.shapes.grammar import prompts, sample_scene
+from margrpo.shapes.grammar import BACKGROUND, prompts, sample_scene
 from margrpo.shapes.renderer import render_batch
 
 END_OF_TEXT = "<|endoftext|>"
@@ -43,7 +43,7 @@ CONFIG = NOVAConfig(
     text_token_len=20,
     video_base_size=(1, 4, 4),
     image_base_size=(8, 8),
-    arch=("vit_d2w64", "vit_d6w64", "mlp_d3w96"),
+    arch=("vit_d2w96", "vit_d6w96", "mlp_d3w96"),
 )
 
 
@@ -57,7 +57,7 @@ class Settings:
     vae_steps: int = 1500
     vae_batch: int = 16
     scenes: int = 40_000
-    steps: int = 6000
+    steps: int = 5000
     batch: int = 64
     head_repeats: int = 3
     learning_rate: float = 1e-3
@@ -114,19 +114,23 @@ def train_vae(settings: Settings) -> None:
         block_out_channels=(8, 16, 16, 32),
         layers_per_block=1,
         latent_channels=CONFIG.image_dim,
-        norm_num_groups=8,
+        norm_num_groups=1,
         sample_size=CONFIG.image_size,
     )
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=settings.vae_steps, pct_start=0.1)
     _, pool = draw_scenes(8000, settings.seed + 1)
+    background = to_unit(torch.tensor(BACKGROUND))[:, None, None]
     rng = np.random.default_rng(settings.seed)
     for step in range(settings.vae_steps):
-        images = to_unit(pool[rng.integers(len(pool), size=settings.vae_batch)]).to(memory_format=torch.channels_last)
-        latents = vae.encode(images).latent_dist.mode()
-        noisy = latents + 0.15 * latents.std().detach() * torch.randn_like(latents)
-        decoded = vae.decode(noisy).sample
-        loss = F.mse_loss(decoded, images) + 0.2 * F.l1_loss(decoded, images) + 1e-4 * latents.square().mean()
+        images = to_unit(pool[rng.integers(len(pool), size=settings.vae_batch)])
+        with torch.autocast("cpu", torch.bfloat16):
+            latents = vae.encode(images).latent_dist.mode().float()
+            noisy = latents + 0.08 * latents.std().detach() * torch.randn_like(latents)
+            decoded = vae.decode(noisy).sample.float()
+        objects = (images - background).abs().amax(dim=1, keepdim=True) > 0.1
+        error = (decoded - images).square() + 0.2 * (decoded - images).abs()
+        loss = (error * (1 + 4 * objects)).mean() + 1e-4 * latents.square().mean()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)

@@ -2,10 +2,10 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import jsonargparse
 import torch
+import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from margrpo.models.base import HybridModel
@@ -39,9 +39,7 @@ def export(run: str, output: str, checkpoint: str | None = None) -> None:
             raise CheckpointError(f"{file}: missing; expected the files of a training run")
     parser = jsonargparse.ArgumentParser()
     parser.add_argument("--model", type=HybridModel)
-    loader = jsonargparse.ArgumentParser()
-    loader.add_argument("--model", type=dict)
-    run_config: dict[str, Any] = _read_yaml(config_file)
+    run_config = yaml.safe_load(config_file.read_text(encoding="utf-8"))
     model: HybridModel = parser.instantiate(parser.parse_object({"model": run_config["model"]["model"]})).model
     load_trained_weights(model, checkpoint_file)
     model.save_pretrained(Path(output))
@@ -65,9 +63,9 @@ def load_trained_weights(model: HybridModel, file: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["export"]:
-        jsonargparse.auto_cli(export, args=arguments[1:], prog="margrpo export")
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["export"]:
+        jsonargparse.auto_cli(export, args=given[1:], prog="margrpo export")
         return
     RunCLI(
         MARGRPO,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from margrpo.models.base import HybridModel, concatenate_rows, expand_row, repeat_rows
 from margrpo.objective.advantage import group_advantages
-from margrpo.objective.loss import ObjectiveConfig, kl_divergence, policy_loss, weighted_mean
+from margrpo.objective.loss import KLEstimator, ObjectiveConfig, gaussian_kl, k3, policy_loss, weighted_mean
 from margrpo.rollout.denoising import Scores, TokenDenoiser
 from margrpo.rollout.types import Evaluation, MaskStep, Rollout
 
@@ -41,6 +41,15 @@ class OptimizerConfig:
         for name in ("weight_decay", "warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+
+def kl_divergence(scores: Scores, reference: Scores, estimator: KLEstimator) -> Tensor:
+    """KL divergence of M transitions from the reference's, fp32 [M], averaged over channels; see `ObjectiveConfig`."""
+    if estimator == "gaussian":
+        return gaussian_kl(scores.mean, scores.std, reference.mean, reference.std)
+    if estimator == "mean_k3":
+        return k3(reference.mean - scores.mean).mean(-1)
+    return k3(reference.log_prob - scores.log_prob)
 
 
 class NonFiniteError(RuntimeError):
@@ -84,7 +93,7 @@ class MARGRPO(L.LightningModule):
         self.model = model
         self.model.freeze(train_head=train_head)
         self.reference = copy.deepcopy(model.policy).requires_grad_(False)
-        self.reference_head = copy.deepcopy(model.head).requires_grad_(False) if train_head else model.head
+        self.initial_head = copy.deepcopy(model.head).requires_grad_(False) if train_head else None
         self.objective = objective
         self.optimizer_config = optimizer
         self.train_head = train_head
@@ -121,7 +130,7 @@ class MARGRPO(L.LightningModule):
         config = rollout.config
         transition = self.model.transition(config.denoising_steps, config.noise_level, config.stochastic_steps)
         denoiser = TokenDenoiser(self.model.head, transition, score_guided=config.score_guided)
-        reference_denoiser = TokenDenoiser(self.reference_head, transition, score_guided=config.score_guided)
+        reference_denoiser = TokenDenoiser(self.initial_head or self.model.head, transition, score_guided=config.score_guided)
         per_update = len(rollout.mask_steps) if self.mask_steps_per_update == "all" else 1
         metrics: dict[int, dict[str, Tensor]] = {}
         for _ in range(self.num_iterations):
@@ -193,9 +202,11 @@ class MARGRPO(L.LightningModule):
             prefix = concatenate_rows(prefix, expand_row(model.prefix(policy, model.unconditional()), batch))
             known, latents = torch.cat([known, known]), torch.cat([latents, latents])
         z = model.predict_condition(policy, latents.to(next(iter(prefix.values())).dtype), known, prefix)
-        conditional = z[decisions.image, decisions.token]
-        unconditional = z[decisions.image + batch, decisions.token] if guided else None
-        conditions = denoiser.embed(conditional, unconditional, config.guidance_scale).select(decisions.place)
+        images, tokens = decisions.image, decisions.token
+        if guided:
+            images, tokens = torch.cat([images, images + batch]), torch.cat([tokens, tokens])
+        guidance_scale = config.guidance_scale if guided else None
+        conditions = denoiser.embed(z[images, tokens], guidance_scale).select(decisions.place)
         return denoiser.score(conditions, **decisions.payload)
 
     def optimizer_step_if_finite(self) -> None:

@@ -14,23 +14,25 @@ class Conditions:
     """Conditions of M tokens in the head's width, embedded once and used at every denoising step.
 
     Args:
-        conditional: [M, W].
-        unconditional: [M, W], or None without guidance.
-        guidance_scale: w of u + w (c - u).
+        embedded: [M, W], or [2 M, W] with guidance: the conditional rows, then the unconditional ones.
+        guidance_scale: w of u + w (c - u); None without guidance.
     """
 
-    conditional: Tensor
-    unconditional: Tensor | None = None
-    guidance_scale: float = 1.0
+    embedded: Tensor
+    guidance_scale: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.embedded) if self.guidance_scale is None else len(self.embedded) // 2
 
     def select(self, rows: Tensor) -> "Conditions":
-        """Gather rows int64 [K]."""
-        unconditional = None if self.unconditional is None else self.unconditional[rows]
-        return Conditions(self.conditional[rows], unconditional, self.guidance_scale)
+        """Gather tokens, rows int64 [K]."""
+        if self.guidance_scale is not None:
+            rows = torch.cat([rows, rows + len(self)])
+        return Conditions(self.embedded[rows], self.guidance_scale)
 
     def without_guidance(self) -> "Conditions":
         """Keep the conditional branch alone."""
-        return Conditions(self.conditional)
+        return Conditions(self.embedded[: len(self)])
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,9 @@ class TokenDenoiser:
         self.score_guided = score_guided
         self.head_tokens = 0
 
-    def embed(self, z: Tensor, unconditional_z: Tensor | None = None, guidance_scale: float = 1.0) -> Conditions:
-        """Embed conditions z [M, E] and, for guidance, those of the unconditional branch [M, E]."""
-        unconditional = None if unconditional_z is None else self.head.embed_condition(unconditional_z)
-        return Conditions(self.head.embed_condition(z), unconditional, guidance_scale)
+    def embed(self, z: Tensor, guidance_scale: float | None = None) -> Conditions:
+        """Embed conditions z [M, E]; with guidance [2 M, E], the unconditional rows last."""
+        return Conditions(self.head.embed_condition(z), guidance_scale)
 
     def embed_timesteps(self, device: torch.device) -> Tensor:
         """Embed the timesteps of all denoising steps [D, W]."""
@@ -114,7 +115,7 @@ class TokenDenoiser:
                 continue
             x_prev, mean, std = self.transition.sample(prediction, x, step, step_noise)
             if step in kept_steps:
-                if conditions.unconditional is not None and not self.score_guided:
+                if conditions.guidance_scale is not None and not self.score_guided:
                     mean, std = self.transition.moments(conditional, x, step)
                 kept.append((x, x_prev, token_log_prob(x_prev, mean, std)))
             x = x_prev
@@ -140,12 +141,11 @@ class TokenDenoiser:
 
     def _predict(self, x: Tensor, conditions: Conditions, timestep: Tensor) -> tuple[Tensor, Tensor]:
         """Return the guided and the conditional prediction, each [M, C]."""
-        x = x.to(conditions.conditional.dtype)
-        if conditions.unconditional is None:
-            self.head_tokens += len(x)
-            prediction = self.head.denoise(x, conditions.conditional + timestep)
+        self.head_tokens += len(conditions.embedded)
+        x = x.to(conditions.embedded.dtype)
+        embedding = conditions.embedded + timestep
+        if conditions.guidance_scale is None:
+            prediction = self.head.denoise(x, embedding)
             return prediction, prediction
-        self.head_tokens += 2 * len(x)
-        embedding = torch.cat([conditions.conditional + timestep, conditions.unconditional + timestep])
         conditional, unconditional = self.head.denoise(torch.cat([x, x]), embedding).chunk(2)
-        return unconditional + conditions.guidance_scale * (conditional - unconditional), conditional
+        return torch.lerp(unconditional, conditional, conditions.guidance_scale), conditional

@@ -42,9 +42,8 @@ class _Walk:
         prefix = model.prefix(policy, condition)
         rows = next(iter(condition.values())).shape[0]
         self.prefix = repeat_rows(prefix, batch // rows)
-        self.guidance_scale = sampling.guidance_scale
-        self.guided = sampling.guided
-        if self.guided:
+        self.guidance_scale = sampling.guidance_scale if sampling.guided else None
+        if self.guidance_scale is not None:
             unconditional = model.prefix(policy, model.unconditional())
             self.prefix = concatenate_rows(self.prefix, expand_row(unconditional, batch))
         self.latents = torch.zeros(
@@ -52,18 +51,14 @@ class _Walk:
         )
         self.start = 0
 
-    def predict_conditions(self, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Return z [B * n, E] of tokens start..stop, and that of the unconditional branch."""
+    def predict_conditions(self, stop: int) -> Tensor:
+        """Return z of tokens start..stop: [B * n, E], with guidance [2 * B * n, E], the unconditional rows last."""
         known, wanted, latents = self.order[:, : self.start], self.order[:, self.start : stop], self.latents
-        if self.guided:
+        if self.guidance_scale is not None:
             known, wanted, latents = (torch.cat([tensor, tensor]) for tensor in (known, wanted, latents))
         dtype = next(iter(self.prefix.values())).dtype
         z = self.model.predict_condition(self.policy, latents.to(dtype), known, self.prefix)
-        z = z.gather(1, wanted[..., None].expand(-1, -1, z.shape[2])).flatten(0, 1)
-        if not self.guided:
-            return z, None
-        conditional, unconditional = z.chunk(2)
-        return conditional, unconditional
+        return z.gather(1, wanted[..., None].expand(-1, -1, z.shape[2])).flatten(0, 1)
 
     def draw_noise(self, index: int, predicted_stop: int, stop: int, draws: int) -> Tensor:
         """Return noise [draws, B * n, C] of tokens start..stop.
@@ -110,7 +105,7 @@ def generate(
     batch, draws = len(walk.order), 1 + denoiser.transition.num_steps
     for index, count in enumerate(model.mask_schedule(sampling.mask_steps)):
         stop = walk.start + count
-        conditions = denoiser.embed(*walk.predict_conditions(stop), walk.guidance_scale)
+        conditions = denoiser.embed(walk.predict_conditions(stop), walk.guidance_scale)
         end_points, _ = denoiser.sample(conditions, walk.draw_noise(index, stop, stop, draws), [], plain=plain)
         walk.put(end_points.unflatten(0, (batch, count)))
     return walk.latents
@@ -146,8 +141,8 @@ def roll_out(
     for index, count in enumerate(plan.schedule):
         start, predicted_stop = walk.start, walk.start + count
         stop = total if index in plan.complete else predicted_stop
-        z, unconditional_z = walk.predict_conditions(stop)
-        conditions = denoiser.embed(z, unconditional_z, walk.guidance_scale)
+        z = walk.predict_conditions(stop)
+        conditions = denoiser.embed(z, walk.guidance_scale)
         kept_steps = plan.trained.get(index, [])
         step_noise = walk.draw_noise(index, predicted_stop, stop, draws)
         flat_end_points, trace = denoiser.sample(conditions, step_noise, kept_steps)
@@ -164,7 +159,7 @@ def roll_out(
                 StepRecord(index, start, predicted_stop, conditions, kept_steps, trace, end_points, before, trajectories)
             )
         previous = end_points if index in plan.complete else None
-        composite.append(z.unflatten(0, (batch, stop - start))[:, :count])
+        composite.append(z.unflatten(0, (-1, stop - start))[:batch, :count])
         walk.put(end_points[:, :count])
 
     in_order = walk.order[..., None].expand(-1, -1, model.token_channels)
@@ -189,7 +184,7 @@ def draw_trajectories(
     kept_steps: list[int],
 ) -> Trajectories:
     """Denoise tokens from `walk.start` on again, once per extra trajectory, each with noise of its own."""
-    tokens = walk.order[:, walk.start :][:, : len(conditions.conditional) // len(walk.order)]
+    tokens = walk.order[:, walk.start :][:, : len(conditions) // len(walk.order)]
     draws = 1 + denoiser.transition.num_steps
     end_points, x_t, x_prev = [], [], []
     for index in range(first_index, first_index + config.extra_trajectories):

@@ -20,7 +20,7 @@ class ModulatedNorm(nn.Module):
     def forward(self, h: Tensor, activated: Tensor) -> tuple[Tensor, ...]:
         """Return the modulated norm of h [M, W] and the remaining factors, from the activated embedding [M, W]."""
         scale, shift, *rest = self.proj(activated).chunk(self.factors, dim=-1)
-        return F.layer_norm(h, h.shape[-1:], eps=1e-6) * (1 + scale) + shift, *rest
+        return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=1e-6), 1 + scale), *rest
 
 
 class HeadBlock(nn.Module):
@@ -35,7 +35,7 @@ class HeadBlock(nn.Module):
     def forward(self, h: Tensor, activated: Tensor) -> Tensor:
         """Transform h [M, W]."""
         u, gate = self.norm1(h, activated)
-        return h + gate * self.norm2(self.proj(u))
+        return torch.addcmul(h, gate, self.norm2(self.proj(u)))
 
 
 class TimeConditionEmbedding(nn.Module):

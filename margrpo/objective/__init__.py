@@ -1,0 +1,1 @@
+"""The objective as pure functions of tensors: advantages, selection of tokens, loss."""
