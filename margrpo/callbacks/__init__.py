@@ -1,0 +1,1 @@
+"""Callbacks that watch a run: stability, sample grids, the summary, written images."""

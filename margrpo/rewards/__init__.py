@@ -1,0 +1,1 @@
+"""Scorers of images, one a file, and their combination."""

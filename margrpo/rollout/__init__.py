@@ -1,0 +1,1 @@
+"""Rollouts: prompts in, grouped samples with the decisions that are trained out."""
