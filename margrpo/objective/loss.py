@@ -1,7 +1,7 @@
 """The clipped surrogate, the KL estimators, and their weighted mean over decisions."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,17 +13,23 @@ KLEstimator = Literal["gaussian", "mean_k3", "k3"]
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is optimised.
+    """What is optimised: surrogate - kl_weight * KL, averaged over the decisions of a mask step.
 
     Args:
-        advantage_scale: what centred rewards are divided by; see `group_advantages`.
-        clip_low: the ratio is clipped below at 1 - clip_low (PPO, arXiv 1707.06347).
-        clip_high: the ratio is clipped above at 1 + clip_high; larger than clip_low is "clip higher" (arXiv 2503.14476).
-        max_log_ratio: the log ratio is clamped to this magnitude before the exponential.
-        kl_weight: beta, factor of the KL penalty to the reference.
-        kl_estimator: `gaussian`: closed form of the two transitions. `mean_k3`: exp(d) - d - 1 on the difference of
-            their means, as the published runs had it. `k3`: the same on log-probabilities
-            (http://joschu.net/blog/kl-approx.html).
+        advantage_scale: what centred rewards are divided by: the standard deviation of their `group` (GRPO, arXiv
+            2402.03300) or of the `batch`, or `none` (Dr. GRPO, arXiv 2503.20783).
+        clip_low: with more than one update per rollout the surrogate is min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+            (PPO, arXiv 1707.06347), r the ratio of the new to the recorded probability of a decision; in (0, 1].
+        clip_high: see clip_low; larger than it is "clip-higher" (DAPO, arXiv 2503.14476).
+        max_log_ratio: log r is clamped to +- this before the exponential; beyond it a decision has no gradient.
+        kl_weight: beta, factor of the KL divergence of policy from reference.
+        kl_estimator: one number per decision. `gaussian`: closed form of the two transitions,
+            (mean - reference_mean)^2 / (2 std^2) averaged over channels. `mean_k3`: exp(d) - d - 1 averaged over
+            channels, d = reference_mean - mean, which is what the published runs used. `k3`: exp(d) - d - 1,
+            d = reference_log_prob - log_prob (http://joschu.net/blog/kl-approx.html).
+
+    Raises:
+        ValueError: naming the field and what it accepts.
     """
 
     advantage_scale: AdvantageScale = "group"
@@ -34,18 +40,25 @@ class ObjectiveConfig:
     kl_estimator: KLEstimator = "gaussian"
 
     def __post_init__(self) -> None:
+        for name, choices in (("advantage_scale", get_args(AdvantageScale)), ("kl_estimator", get_args(KLEstimator))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(choices)}")
         if not 0.0 < self.clip_low <= 1.0:
             raise ValueError(f"clip_low is {self.clip_low}; it must lie in (0, 1]")
-        if not self.clip_high > 0.0:
-            raise ValueError(f"clip_high is {self.clip_high}; it must be positive")
-        if not self.max_log_ratio > 0.0:
-            raise ValueError(f"max_log_ratio is {self.max_log_ratio}; it must be positive")
+        for name in ("clip_high", "max_log_ratio"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
         if not self.kl_weight >= 0.0:
             raise ValueError(f"kl_weight is {self.kl_weight}; it must not be negative")
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Return sum(w x) / sum(w) over M decisions; exactly 0, with a gradient path, when nothing is selected."""
+    """Return sum(w x) / sum(w) over M decisions; exactly 0, with a gradient path, when nothing is selected.
+
+    Args:
+        values: fp32 [M].
+        weight: fp32 [M], not negative.
+    """
     total = weight.sum()
     return (values * weight).sum() / torch.where(total > 0, total, 1.0)
 
@@ -59,43 +72,67 @@ def policy_loss(
     *,
     on_policy: bool,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the negated surrogate, averaged over M decisions, and metrics.
+    """Return the negated surrogate averaged over M decisions, and metrics.
 
     Args:
         log_prob: fp32 [M], under the policy that is trained.
         old_log_prob: fp32 [M], as recorded by the rollout.
         advantage: fp32 [M], of each decision's image.
-        weight: fp32 [M].
+        weight: fp32 [M], not negative; 1 / S for each of the S trajectories of a critical token, else 1.
         config: clipping.
-        on_policy: nothing was updated since the rollout: the ratio is exp(l - stopgrad(l)), 1 in value; the recorded
-            log-probabilities are only compared. Otherwise the ratio to them is used, clipped.
+        on_policy: nothing was updated since the rollout: the ratio is exp(l - stopgrad(l)), 1 in value, and the
+            recorded log-probabilities are only compared. Otherwise the ratio to them is used, clipped.
 
     Returns:
-        a scalar, and `ratio_deviation` (largest |ratio - 1| to the recorded log-probabilities) and `clip_share`
-        (weighted share of decisions whose gradient is clipped away).
+        a scalar, and as detached scalars `ratio_deviation`, the largest |ratio - 1| to the recorded log-probabilities,
+        and `clip_share` in [0, 1], the weighted share of decisions whose gradient is clipped away.
     """
     log_ratio = (log_prob - old_log_prob).clamp(-config.max_log_ratio, config.max_log_ratio)
-    deviation = (log_ratio.detach().exp() - 1.0).abs()
-    metrics = {"ratio_deviation": deviation.max() if len(deviation) else deviation.sum()}
+    ratio = log_ratio.exp()
+    deviation = (ratio.detach() - 1.0).abs()
     if on_policy:
         surrogate = (log_prob - log_prob.detach()).exp() * advantage
-        metrics["clip_share"] = torch.zeros_like(metrics["ratio_deviation"])
+        clipped_away = torch.zeros_like(deviation)
     else:
-        ratio = log_ratio.exp()
-        clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
-        surrogate = torch.minimum(ratio * advantage, clipped * advantage)
-        is_clipped = (clipped * advantage < ratio * advantage).float()
-        metrics["clip_share"] = weighted_mean(is_clipped, weight)
+        clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantage
+        surrogate = torch.minimum(ratio * advantage, clipped)
+        clipped_away = (clipped < ratio * advantage).float()
+    metrics = {
+        "ratio_deviation": deviation.max() if len(deviation) else deviation.sum(),
+        "clip_share": weighted_mean(clipped_away, weight),
+    }
     return -weighted_mean(surrogate, weight), metrics
 
 
-def gaussian_kl(mean: Tensor, std: Tensor, reference_mean: Tensor, reference_std: Tensor) -> Tensor:
-    """KL(N(mean, std^2) || N(reference)) in nats, averaged over channels: [M, C] to [M]."""
-    variance_ratio = (std / reference_std).square()
-    distance = ((mean - reference_mean) / reference_std).square()
-    return (0.5 * (variance_ratio + distance - 1.0 - variance_ratio.log())).expand_as(mean).mean(-1)
-
-
 def k3(difference: Tensor) -> Tensor:
-    """exp(d) - d - 1, elementwise; never negative."""
-    return difference.exp() - difference - 1.0
+    """exp(d) - d - 1, elementwise, of a float tensor of any shape; never below 0 but for rounding."""
+    # Not exp(d) - d - 1: its rounding error of 1e-7 is larger than a KL divergence early in training.
+    return difference.expm1() - difference
+
+
+def gaussian_kl(mean: Tensor, std: Tensor, reference_mean: Tensor, reference_std: Tensor) -> Tensor:
+    """KL(N(mean, std^2) || N(reference_mean, reference_std^2)) in nats, averaged over channels.
+
+    Args:
+        mean: fp32 [M, C].
+        std: fp32, positive, broadcasts against mean.
+        reference_mean: fp32 [M, C].
+        reference_std: fp32, positive, broadcasts against mean.
+
+    Returns:
+        fp32 [M]; with equal standard deviations the mean of (mean - reference_mean)^2 / (2 std^2).
+    """
+    log_variance_ratio = 2.0 * (std / reference_std).log()
+    return 0.5 * (((mean - reference_mean) / reference_std).square() + k3(log_variance_ratio)).mean(-1)
+
+
+def image_nats(kl: Tensor, channels: int, tokens: int, denoising_steps: int) -> Tensor:
+    """Sum a KL divergence over an image, in nats.
+
+    Args:
+        kl: fp32, any shape, nats averaged over the channels of trained decisions.
+        channels: C of a token.
+        tokens: N of an image.
+        denoising_steps: those with a density, by which each token is made.
+    """
+    return kl * (channels * tokens * denoising_steps)

@@ -1,4 +1,4 @@
-"""Which tokens are trained: the uncertain ones by many trajectories, and only those that move towards the final image."""
+"""Which tokens are trained: the uncertain ones, and those that move towards the finished image (arXiv 2604.06966)."""
 
 import torch
 import torch.nn.functional as F
@@ -6,52 +6,59 @@ from torch import Tensor
 
 
 def uncertainty(end_points: Tensor) -> Tensor:
-    """Spread of where a token's trajectories end (arXiv 2604.06966).
+    """Standard deviation over S trajectories, averaged over channels.
 
     Args:
-        end_points: [S, B, n, C].
+        end_points: fp32 [S, B, n, C], where the trajectories of each token ended.
 
     Returns:
-        [B, n]: population standard deviation over the S trajectories, averaged over channels.
+        fp32 [B, n]; population standard deviation, so that S = 1 gives 0.
     """
     return end_points.std(dim=0, correction=0).mean(-1)
 
 
-def top_fraction(scores: Tensor, fraction: float) -> Tensor:
-    """Mark the highest scores of each row.
+def top_fraction(scores: Tensor, fraction: float, eligible: Tensor | None = None) -> Tensor:
+    """Select the same share of every image's eligible tokens, those with the highest scores.
 
     Args:
-        scores: [B, n].
-        fraction: share to mark, in [0, 1].
+        scores: float [B, n], finite.
+        fraction: share in [0, 1]; of k eligible tokens round(fraction * k) are selected, halves to even.
+        eligible: bool [B, n]; None is all.
 
     Returns:
-        bool [B, n]; exactly round(fraction * n) per row are True, of equal scores the first ones.
+        bool [B, n]; of equal scores the lowest token wins.
     """
-    count = round(fraction * scores.shape[1])
-    chosen = scores.argsort(dim=1, descending=True, stable=True)[:, :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
+    if eligible is None:
+        eligible = torch.ones_like(scores, dtype=torch.bool)
+    count = (fraction * eligible.sum(dim=1, keepdim=True)).round()
+    order = scores.masked_fill(~eligible, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    rank = order.argsort(dim=1)
+    return rank < count
 
 
 def consistency_gain(current: Tensor, previous: Tensor, final: Tensor) -> Tensor:
-    """How much closer to its final value a token's end point came from one mask step to the next.
+    """Gain in cosine similarity to the finished latents from one mask step to the next.
 
     Args:
-        current: [B, n, C], end points at the mask step.
-        previous: [B, n, C], end points at the one before.
-        final: [B, n, C], finished latents.
+        current: fp32 [B, n, C], end points at mask step i.
+        previous: fp32 [B, n, C], end points at mask step i - 1.
+        final: fp32 [B, n, C], finished latents.
 
     Returns:
-        [B, n] in [-2, 2]: gain in cosine similarity over channels; a zero vector is similar to nothing.
+        fp32 [B, n] in [-2, 2]; a zero vector has similarity 0.
     """
     return F.cosine_similarity(current, final, dim=-1) - F.cosine_similarity(previous, final, dim=-1)
 
 
 def consistent(gain: Tensor, predicted: Tensor, threshold: float) -> Tensor:
-    """Mark the tokens that are trained: bool [B, n].
+    """Keep a token that gains more than the threshold, or that the mask step predicts.
 
     Args:
-        gain: [B, n].
-        predicted: bool [B, n], tokens the mask step puts into the image; they stay whatever their gain.
-        threshold: tau; the gain must exceed it.
+        gain: fp32 [B, n], of `consistency_gain`.
+        predicted: bool [B, n].
+        threshold: tau, in [-2, 2].
+
+    Returns:
+        bool [B, n].
     """
     return (gain > threshold) | predicted

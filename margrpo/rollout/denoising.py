@@ -135,7 +135,10 @@ class TokenDenoiser:
         """
         if not self.score_guided:
             conditions = conditions.without_guidance()
-        prediction, _ = self._predict(x_t, conditions, self.embed_timesteps(x_t.device)[step])
+        timesteps = self.embed_timesteps(x_t.device)[step]
+        if conditions.guidance_scale is not None:
+            timesteps = torch.cat([timesteps, timesteps])
+        prediction, _ = self._predict(x_t, conditions, timesteps)
         mean, std = self.transition.moments(prediction, x_t, step)
         return Scores(token_log_prob(x_prev, mean, std), mean, std)
 
