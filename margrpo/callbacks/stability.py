@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from margrpo.module import MARGRPO
+from margrpo.rollout.types import Rollout
 
 
 class KLTracker(L.Callback):
@@ -21,14 +22,18 @@ class KLTracker(L.Callback):
         self.last: dict[str, float] = {}
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Rollout, batch_idx: int
     ) -> None:
         """Log the divergences that the update returned."""
         kl: dict[int, Tensor] = outputs["kl"]
         values = {"stability/kl": torch.stack(list(kl.values())).mean(), "stability/kl_image_nats": outputs["kl_image_nats"]}
         self.last = {name: value.item() for name, value in values.items()}
         pl_module.log("kl", values["stability/kl"], prog_bar=True, logger=False)
-        pl_module.log_dict(values | {f"kl_by_mask_step/step_{index:02d}": value for index, value in kl.items()})
+        pl_module.log_dict(values)
+        # Not through the module: Lightning repeats the last value of a curve at steps that did not log it.
+        by_mask_step = {f"kl_by_mask_step/step_{index:02d}": value.item() for index, value in kl.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(by_mask_step, step=batch.step)
 
 
 class GradientNorms(L.Callback):
