@@ -22,7 +22,8 @@ setup: $(STAMP) ## Create the virtual environment and install the package.
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed, %s is %s.%s; name another with PYTHON=" % ("$(PYTHON)", *sys.version_info[:2]))'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV): a few minutes, about 6 GB with CUDA."
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[dev,experiments]'
 	@touch $@
 
@@ -55,4 +56,4 @@ rewards: $(STAMP) ## Install what the published reward models need.
 	$(PIP) --no-deps hpsv2==1.2.0
 
 clean: ## Remove the virtual environment and caches.
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache *.egg-info build dist

@@ -7,6 +7,7 @@ guidance 5, three trajectories, 12 x 10 trained steps. CPU seconds are used beca
 """
 
 import argparse
+import copy
 import json
 import resource
 import time
@@ -20,14 +21,15 @@ from torch import nn
 
 from margrpo.models.nova.config import NOVAConfig
 from margrpo.models.nova.model import NOVA, NOVATransformer
-from margrpo.module import MARGRPO
 from margrpo.objective.advantage import group_advantages
+from margrpo.objective.loss import ObjectiveConfig
 from margrpo.rollout.config import RolloutConfig
 from margrpo.rollout.denoising import TokenDenoiser
 from margrpo.rollout.noise import SampleNoise
 from margrpo.rollout.plan import draw_plan
 from margrpo.rollout.sampler import generate, roll_out
 from margrpo.rollout.types import Rollout
+from margrpo.update import mask_step_loss
 
 PUBLISHED = {
     "rollout_ratio": 4.2,
@@ -67,8 +69,9 @@ class Bench:
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.seed = seed
-        self.module = MARGRPO(build_model())
-        self.model = self.module.model
+        self.model = build_model()
+        self.model.freeze(train_head=False)
+        self.reference = copy.deepcopy(self.model.policy).requires_grad_(False)
         self.condition = {"prompt_embeds": torch.randn(1, 32, 64)}
         self.transition = self.model.transition(ROLLOUT.denoising_steps, ROLLOUT.noise_level, ROLLOUT.stochastic_steps)
 
@@ -112,9 +115,19 @@ class Bench:
         advantage = group_advantages(rollout.rewards, ROLLOUT.group_size, "group").values
         denoiser, reference = self.denoiser(), self.denoiser()
         for mask_step in rollout.mask_steps:
-            loss, _ = self.module.mask_step_loss(rollout, mask_step, advantage, denoiser, reference)
+            loss, _ = mask_step_loss(
+                self.model,
+                self.reference,
+                rollout,
+                mask_step,
+                advantage,
+                ObjectiveConfig(),
+                denoiser,
+                reference,
+                on_policy=True,
+            )
             (loss / len(rollout.mask_steps)).backward()
-        self.module.zero_grad()
+        self.model.zero_grad()
         return denoiser.head_tokens + reference.head_tokens
 
 

@@ -9,11 +9,12 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from margrpo.models.base import HybridModel, concatenate_rows, expand_row, repeat_rows
+from margrpo.models.base import HybridModel
 from margrpo.objective.advantage import group_advantages
-from margrpo.objective.loss import KLEstimator, ObjectiveConfig, gaussian_kl, k3, policy_loss, weighted_mean
-from margrpo.rollout.denoising import Scores, TokenDenoiser
+from margrpo.objective.loss import ObjectiveConfig, image_nats
+from margrpo.rollout.denoising import TokenDenoiser
 from margrpo.rollout.types import Evaluation, MaskStep, Rollout
+from margrpo.update import mask_step_loss
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,6 @@ class OptimizerConfig:
         for name in ("weight_decay", "warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
-
-
-def kl_divergence(scores: Scores, reference: Scores, estimator: KLEstimator) -> Tensor:
-    """KL divergence of M transitions from the reference's, fp32 [M], averaged over channels; see `ObjectiveConfig`."""
-    if estimator == "gaussian":
-        return gaussian_kl(scores.mean, scores.std, reference.mean, reference.std)
-    if estimator == "mean_k3":
-        return k3(reference.mean - scores.mean).mean(-1)
-    return k3(reference.log_prob - scores.log_prob)
 
 
 class NonFiniteError(RuntimeError):
@@ -146,10 +138,11 @@ class MARGRPO(L.LightningModule):
         self._log_rollout(rollout, advantages.group_std, advantages.zero_std_groups, advantages.invalid)
         self._log_update(metrics, head_tokens, time.perf_counter() - started)
         kl = {index: values["kl"] for index, values in metrics.items()}
-        decisions_per_image = self.model.num_tokens * self.model.token_channels * len(transition.trainable_steps)
+        mean_kl = torch.stack(list(kl.values())).mean()
+        sizes = self.model.token_channels, self.model.num_tokens, len(transition.trainable_steps)
         return {
             "kl": kl,
-            "kl_image_nats": torch.stack(list(kl.values())).mean() * decisions_per_image,
+            "kl_image_nats": image_nats(mean_kl, *sizes),
             "seconds": time.perf_counter() - started,
         }
 
@@ -161,53 +154,18 @@ class MARGRPO(L.LightningModule):
         denoiser: TokenDenoiser,
         reference_denoiser: TokenDenoiser,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of one trained mask step: mean over its decisions of the surrogate plus the KL to the reference.
-
-        Args:
-            rollout: the rollout.
-            mask_step: one of its mask steps.
-            advantage: fp32 [B].
-            denoiser: head of the policy.
-            reference_denoiser: head of the reference.
-
-        Returns:
-            the loss (a scalar) and scalar metrics, detached.
-        """
-        decisions = mask_step.decisions
-        scores = self.score(self.model.policy, rollout, mask_step, denoiser)
-        with torch.no_grad():
-            reference = self.score(self.reference, rollout, mask_step, reference_denoiser)
-        policy, metrics = policy_loss(
-            scores.log_prob,
-            decisions.log_prob,
-            advantage[decisions.image][decisions.place],
-            decisions.weight,
+        """Loss of one trained mask step and its metrics; see `margrpo.update.mask_step_loss`."""
+        return mask_step_loss(
+            self.model,
+            self.reference,
+            rollout,
+            mask_step,
+            advantage,
             self.objective,
+            denoiser,
+            reference_denoiser,
             on_policy=self.num_iterations == 1 and self.mask_steps_per_update == "all",
         )
-        penalty = weighted_mean(kl_divergence(scores, reference, self.objective.kl_estimator), decisions.weight)
-        loss = policy + self.objective.kl_weight * penalty
-        with torch.no_grad():
-            kl = weighted_mean(kl_divergence(scores, reference, "gaussian"), decisions.weight)
-        return loss, {**metrics, "kl": kl, "policy_loss": policy.detach(), "loss": loss.detach()}
-
-    def score(self, policy: nn.Module, rollout: Rollout, mask_step: MaskStep, denoiser: TokenDenoiser) -> Scores:
-        """Score the decisions of a mask step under a policy, which sees what the rollout's policy saw."""
-        model, config, decisions = self.model, rollout.config, mask_step.decisions
-        batch = len(rollout.order)
-        prefix = repeat_rows(model.prefix(policy, rollout.condition), config.group_size)
-        known, latents = rollout.order[:, : mask_step.start], rollout.latents
-        guided = config.guided and config.score_guided
-        if guided:
-            prefix = concatenate_rows(prefix, expand_row(model.prefix(policy, model.unconditional()), batch))
-            known, latents = torch.cat([known, known]), torch.cat([latents, latents])
-        z = model.predict_condition(policy, latents.to(next(iter(prefix.values())).dtype), known, prefix)
-        images, tokens = decisions.image, decisions.token
-        if guided:
-            images, tokens = torch.cat([images, images + batch]), torch.cat([tokens, tokens])
-        guidance_scale = config.guidance_scale if guided else None
-        conditions = denoiser.embed(z[images, tokens], guidance_scale).select(decisions.place)
-        return denoiser.score(conditions, **decisions.payload)
 
     def optimizer_step_if_finite(self) -> None:
         """Step, unless the gradient is not finite: then drop it and count.
@@ -239,12 +197,15 @@ class MARGRPO(L.LightningModule):
         nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_gradient_norm)
 
     def validation_step(self, evaluation: Evaluation, batch_idx: int) -> None:
-        """Log the mean held-out reward, in all and by scorer."""
+        """Log the mean held-out reward, in all and by scorer; images without a reward are left out."""
         assert evaluation.rewards is not None
         rewards = {"reward/heldout": evaluation.rewards}
         rewards |= {f"reward/heldout_{name}": values for name, values in evaluation.rewards_by_scorer.items()}
         for name, values in rewards.items():
-            self.log(name, values.mean(), batch_size=len(values), on_epoch=True, sync_dist=True, prog_bar=name == "reward/heldout")
+            known = values[values.isfinite()]
+            if len(known):
+                shown = name == "reward/heldout"
+                self.log(name, known.mean(), batch_size=len(known), on_epoch=True, sync_dist=True, prog_bar=shown)
 
     def predict_step(self, evaluation: Evaluation, batch_idx: int) -> Evaluation:
         """Hand the images to whoever writes them."""

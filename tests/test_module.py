@@ -16,6 +16,7 @@ from margrpo.rollout.config import RolloutConfig
 from margrpo.rollout.datamodule import RolloutDataModule
 from margrpo.rollout.denoising import TokenDenoiser
 from margrpo.rollout.prompts import PromptBatch
+from margrpo.update import score
 
 EPSILON = 1e-4
 ROLLOUT = RolloutConfig(
@@ -76,7 +77,7 @@ VARIANTS = [
 def test_before_any_update_the_ratio_is_one(rolled_out, options):
     module, rollout, denoiser = rolled_out(dataclasses.replace(ROLLOUT, **options))
     for mask_step in rollout.mask_steps:
-        scores = module.score(module.model.policy, rollout, mask_step, denoiser)
+        scores = score(module.model, module.model.policy, rollout, mask_step, denoiser)
         torch.testing.assert_close(scores.log_prob, mask_step.decisions.log_prob, atol=1e-4, rtol=0)
 
 
@@ -84,7 +85,7 @@ def test_under_bf16_autocast_the_ratio_deviates_by_a_bounded_amount(rolled_out):
     module, rollout, denoiser = rolled_out()
     with torch.autocast("cpu", torch.bfloat16):
         for mask_step in rollout.mask_steps:
-            scores = module.score(module.model.policy, rollout, mask_step, denoiser)
+            scores = score(module.model, module.model.policy, rollout, mask_step, denoiser)
             assert scores.log_prob.dtype == torch.float32
             deviation = (scores.log_prob - mask_step.decisions.log_prob).abs()
             assert 0 < deviation.max() < 0.5

@@ -3,57 +3,71 @@
 import json
 import math
 import os
+import statistics
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
-from margrpo.callbacks.stability import GradientNorms, KLTracker
+from margrpo.callbacks.ranks import gather, run_directory
+from margrpo.callbacks.stability import GradientNorms
 from margrpo.rollout.types import Evaluation, Rollout
 
+TOTAL = "reward/heldout"
+
 Scores = dict[str, dict[int, float]]
-"""Scorer name (`total` for the combined reward) to prompt index to score."""
+"""Curve (`reward/heldout`, and `reward/heldout_<scorer>` for each scorer) to prompt index to score."""
 
 
 class RunSummary(L.Callback):
     """Writes `summary.json` at the end of training, and prints its main line.
 
-    "Before" is the validation that Lightning runs ahead of training, "after" the last one. Both use the same prompts
-    and the same noise, so that their differences are paired by prompt.
+    "Before" is the validation that Lightning runs ahead of training, "after" the one at the last step, which this
+    callback asks for if the interval of validations does not lead there. Both use the same prompts and the same noise,
+    so that their differences are paired by prompt.
+
+    Keys, null where there is no number:
+        `heldout_prompts`: prompts with a finite reward before and after; the means below are over these.
+        `heldout_prompts_left_out`: the others.
+        `heldout_reward_before`, `heldout_reward_after`: mean combined reward.
+        `paired_standard_error`: of the mean difference, see `compare`.
+        `heldout_by_scorer`: `before`, `after` and `paired_standard_error` of each scorer.
+        `steps`: optimiser steps.
+        `seconds_total`: from the start of fit, validations included.
+        `seconds_rollout`, `seconds_reward`, `seconds_update`: phases of training, on rank 0.
+        `images_per_second`: images of the rollouts of all ranks per second of the training loop, without validations.
+        `kl_final`, `kl_image_nats_final`: of the last rollout, as `KLTracker` logs them.
+        `gradient_norm_median`: over all optimiser steps, before clipping; absent without `GradientNorms`.
     """
 
     def __init__(self) -> None:
         self.before: Scores = {}
         self.latest: Scores = {}
-        self.validated_step = 0
-        self.seconds = {"rollout": 0.0, "reward": 0.0, "update": 0.0}
+        self.seconds = {"rollout": 0.0, "reward": 0.0, "update": 0.0, "loop": 0.0, "before_resume": 0.0}
         self.images = 0
-        self.seconds_before_resume = 0.0
-        self.started = 0.0
+        self.kl = torch.zeros(2)
+        self.fit_started = 0.0
+        self.loop_time = 0.0
+        self.headline = ""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Check that there will be a "before" and an "after".
+        """Check that the whole held-out set is scored before training.
 
         Raises:
-            ValueError: naming the trainer options to change.
+            ValueError: naming the trainer option to change.
         """
-        if stage != "fit":
-            return
-        if trainer.num_sanity_val_steps != float("inf"):
-            raise ValueError("RunSummary compares with the untrained policy: set trainer.num_sanity_val_steps to -1")
-        interval = trainer.val_check_interval
-        if not isinstance(interval, int) or trainer.max_steps < 1 or trainer.max_steps % interval:
+        if stage == "fit" and trainer.num_sanity_val_steps != math.inf:
             raise ValueError(
-                f"RunSummary needs a validation at the last step: trainer.max_steps is {trainer.max_steps}, "
-                f"trainer.val_check_interval is {interval}; use a positive max_steps that is a multiple of an integer interval"
+                f"trainer.num_sanity_val_steps is {trainer.num_sanity_val_steps}, but RunSummary compares with the "
+                "reward before training: set it to -1, or remove RunSummary from trainer.callbacks"
             )
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
-        self.started = time.perf_counter()
+        self.fit_started = time.perf_counter()
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forget the previous validation."""
@@ -70,104 +84,159 @@ class RunSummary(L.Callback):
     ) -> None:
         """Keep the scores by prompt."""
         assert batch.rewards is not None
-        for name, values in {"total": batch.rewards, **batch.rewards_by_scorer}.items():
-            self.latest.setdefault(name, {}).update(zip(batch.indices, values.tolist(), strict=True))
+        by_scorer = {f"{TOTAL}_{name}": values for name, values in batch.rewards_by_scorer.items()}
+        for curve, values in {TOTAL: batch.rewards, **by_scorer}.items():
+            self.latest.setdefault(curve, {}).update(zip(batch.indices, values.tolist(), strict=True))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gather the ranks; log the validation ahead of training, which Lightning itself leaves out of the curves."""
-        self.latest = _gather(self.latest, trainer.world_size)
-        self.validated_step = trainer.global_step
+        """Gather the ranks; log the validation ahead of training, which Lightning itself leaves out of the curves.
+
+        Raises:
+            ValueError: a resumed run has other held-out prompts or scorers than the run it continues.
+        """
+        parts = gather(self.latest, trainer.world_size)
+        self.latest = {c: {k: v for part in parts for k, v in part[c].items()} for c in parts[0]}
         if trainer.sanity_checking:
             self.before = self.latest
+            means = {curve: _mean(list(filter(math.isfinite, v.values()))) for curve, v in self.before.items()}
             for logger in trainer.loggers:
-                curves = {"reward/heldout" + ("" if name == "total" else f"_{name}"): v for name, v in self.latest.items()}
-                logger.log_metrics({name: _mean(list(values.values())) for name, values in curves.items()}, step=0)
+                logger.log_metrics(means, step=0)
+        elif trainer.state.fn == TrainerFn.FITTING and _places(self.before) != _places(self.latest):
+            raise ValueError(
+                "the held-out prompts or scorers are not those that were scored before training; a resumed run has to "
+                "keep data.heldout_prompts, data.heldout_count and data.rewards"
+            )
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the validation out of the training loop's time."""
+        self.loop_time = time.perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check that there is a "before".
+
+        Raises:
+            ValueError: nothing was validated.
+        """
+        if not self.before:
+            raise ValueError(
+                "RunSummary has no reward before training: set data.heldout_prompts, keep trainer.limit_val_batches "
+                "above 0, and resume only from runs with RunSummary; or remove it from trainer.callbacks"
+            )
+        self.loop_time = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Rollout, batch_idx: int
     ) -> None:
-        """Add up the time of the phases."""
-        for phase, seconds in {**batch.seconds, "update": outputs["seconds"]}.items():
+        """Add up times; ask for a validation at the last step."""
+        now = time.perf_counter()
+        for phase, seconds in {**batch.seconds, "update": outputs["seconds"], "loop": now - self.loop_time}.items():
             self.seconds[phase] += seconds
+        self.loop_time = now
         self.images += len(batch.rewards) * trainer.world_size
+        self.kl = torch.stack([torch.stack(list(outputs["kl"].values())).mean(), outputs["kl_image_nats"]])
+        if 0 < trainer.max_steps <= trainer.global_step:
+            # Lightning validates before it stops early. The interval alone does not ensure it, since it counts rollouts
+            # and max_steps optimiser steps: a rollout takes several, or none when its gradient is not finite.
+            trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the summary, whole or not at all."""
-        if not trainer.is_global_zero or trainer.log_dir is None:
+        file = run_directory(trainer) / "summary.json"
+        kl = trainer.strategy.reduce(self.kl, reduce_op="mean")
+        if not trainer.is_global_zero:
             return
-        summary = self.summarise(trainer)
-        file = Path(trainer.log_dir) / "summary.json"
+        total = compare(self.before[TOTAL], self.latest[TOTAL])
+        file.parent.mkdir(parents=True, exist_ok=True)
         beside = file.with_suffix(".tmp")
-        beside.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        content = _without_nan(self._summarise(trainer, total, kl))
+        beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(beside, file)
-        before, after = summary["heldout_reward_before"], summary["heldout_reward_after"]
-        rank_zero_info(
-            f"held-out reward {before:.3f} -> {after:.3f} ({after - before:+.3f} ± {summary['paired_standard_error']:.3f}, "
-            f"{summary['heldout_prompts']} prompts); summary in {file}"
+        self.headline = (
+            f"held-out reward {total.before:.3f} -> {total.after:.3f} "
+            f"({total.after - total.before:+.3f} +- {total.standard_error:.3f}, {total.prompts} prompts)"
         )
 
-    def summarise(self, trainer: L.Trainer) -> dict[str, Any]:
-        """Compute the content of `summary.json`."""
-        before, after, error, left_out = compare(self.before["total"], self.latest["total"])
-        summary: dict[str, Any] = {
-            "heldout_prompts": len(self.before["total"]) - left_out,
-            "heldout_prompts_without_reward": left_out,
-            "heldout_reward_before": before,
-            "heldout_reward_after": after,
-            "paired_standard_error": error,
-            "steps": trainer.global_step,
-            "seconds_total": self.seconds_before_resume + time.perf_counter() - self.started,
-            **{f"seconds_{phase}": seconds for phase, seconds in self.seconds.items()},
-            "images_per_second": self.images / max(sum(self.seconds.values()), 1e-9),
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print the main line, after the progress bar is gone."""
+        if self.headline:
+            print(self.headline)
+
+    def _summarise(self, trainer: L.Trainer, total: "Comparison", kl: Tensor) -> dict[str, Any]:
+        by_scorer = {
+            curve.removeprefix(f"{TOTAL}_"): compare(scores, self.latest[curve])
+            for curve, scores in self.before.items()
+            if curve != TOTAL
         }
-        for name in self.before.keys() - {"total"}:
-            scorer_before, scorer_after, _, _ = compare(self.before[name], self.latest[name])
-            summary[f"heldout_{name}_before"], summary[f"heldout_{name}_after"] = scorer_before, scorer_after
+        summary = {
+            "heldout_prompts": total.prompts,
+            "heldout_prompts_left_out": total.left_out,
+            "heldout_reward_before": total.before,
+            "heldout_reward_after": total.after,
+            "paired_standard_error": total.standard_error,
+            "heldout_by_scorer": {
+                name: {"before": c.before, "after": c.after, "paired_standard_error": c.standard_error}
+                for name, c in by_scorer.items()
+            },
+            "steps": trainer.global_step,
+            "seconds_total": self._seconds_total(),
+            **{f"seconds_{phase}": self.seconds[phase] for phase in ("rollout", "reward", "update")},
+            "images_per_second": self.images / self.seconds["loop"],
+            "kl_final": kl[0].item(),
+            "kl_image_nats_final": kl[1].item(),
+        }
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, KLTracker) and callback.last:
-                summary["kl_final"] = callback.last["stability/kl"]
-                summary["kl_image_nats_final"] = callback.last["stability/kl_image_nats"]
             if isinstance(callback, GradientNorms) and callback.history:
-                summary["gradient_norm_median"] = torch.tensor(callback.history).median().item()
+                summary["gradient_norm_median"] = statistics.median(callback.history)
         return summary
+
+    def _seconds_total(self) -> float:
+        return self.seconds["before_resume"] + time.perf_counter() - self.fit_started
 
     def state_dict(self) -> dict[str, Any]:
         """Keep what a resumed run cannot measure again."""
-        return {
-            "before": self.before,
-            "seconds": self.seconds,
-            "images": self.images,
-            "seconds_total": self.seconds_before_resume + time.perf_counter() - self.started,
-        }
+        seconds = {**self.seconds, "before_resume": self._seconds_total()}
+        return {"before": self.before, "seconds": seconds, "images": self.images}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the sums of an interrupted run."""
         self.before = state_dict["before"]
         self.seconds = dict(state_dict["seconds"])
         self.images = state_dict["images"]
-        self.seconds_before_resume = state_dict["seconds_total"]
 
 
-def compare(before: dict[int, float], after: dict[int, float]) -> tuple[float, float, float, int]:
-    """Compare scores by prompt: both means, the standard error of the paired difference, and the pairs left out.
+class Comparison(NamedTuple):
+    """Scores of the same prompts before and after; the means are over the prompts that are not left out."""
 
-    A pair is left out where either score is NaN.
+    before: float
+    after: float
+    standard_error: float
+    prompts: int
+    left_out: int
+
+
+def compare(before: dict[int, float], after: dict[int, float]) -> Comparison:
+    """Compare scores by prompt index.
+
+    A prompt is left out where either score is not finite. The standard error is that of the mean of the n differences,
+    their unbiased standard deviation / sqrt(n); NaN below two of them.
     """
-    pairs = [(before[index], after[index]) for index in before]
-    valid = [pair for pair in pairs if not any(map(math.isnan, pair))]
-    differences = torch.tensor([second - first for first, second in valid], dtype=torch.float64)
-    error = (differences.std(correction=1) / math.sqrt(len(valid))).item() if len(valid) > 1 else math.nan
-    return _mean([first for first, _ in valid]), _mean([second for _, second in valid]), error, len(pairs) - len(valid)
+    pairs = [(score, after[index]) for index, score in before.items()]
+    valid = [pair for pair in pairs if all(map(math.isfinite, pair))]
+    differences = [second - first for first, second in valid]
+    error = statistics.stdev(differences) / math.sqrt(len(valid)) if len(valid) > 1 else math.nan
+    before_mean, after_mean = (_mean([pair[side] for pair in valid]) for side in (0, 1))
+    return Comparison(before_mean, after_mean, error, len(valid), len(pairs) - len(valid))
 
 
 def _mean(values: list[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    return statistics.fmean(values) if values else math.nan
 
 
-def _gather(scores: Scores, world_size: int) -> Scores:
-    if world_size == 1:
-        return scores
-    parts: list[Scores] = [{} for _ in range(world_size)]
-    torch.distributed.all_gather_object(parts, scores)
-    return {name: {k: v for part in parts for k, v in part.get(name, {}).items()} for name in scores}
+def _places(scores: Scores) -> dict[str, set[int]]:
+    return {curve: set(by_prompt) for curve, by_prompt in scores.items()}
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,55 +1,54 @@
 """Writes the images of `margrpo predict`."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import BasePredictionWriter
 from PIL import Image
 
+from margrpo.callbacks.ranks import gather
 from margrpo.rollout.types import Evaluation
 
 
-class ImageWriter(BasePredictionWriter):
-    """Writes `000042.png` for the 43rd prompt of the file, and an index of them.
+class ImageWriter(L.Callback):
+    """Writes `000042.png` for the 43rd prompt of the file, and `prompts.jsonl`, which says what the images show.
 
-    The index has one JSON object a line, the prompt's record with `index` and `file`; each rank writes its own,
-    `prompts.jsonl` or `prompts.rank1.jsonl`, ….
+    A line of it is `{"index": 42, "file": "000042.png", "record": {"prompt": …}}`, in the order of the prompt file.
+    Rank 0 writes it for all ranks once the images of all are there. Existing files are replaced.
 
     Args:
-        output_dir: directory to write to; made when missing.
+        output_dir: directory to write to, the same for all ranks; made when missing.
     """
 
     def __init__(self, output_dir: str) -> None:
-        super().__init__(write_interval="batch")
         self.output_dir = Path(output_dir)
+        self.entries: list[dict[str, Any]] = []
 
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start an empty index."""
+        """Make the directory."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
-        self._index(trainer).write_text("", encoding="utf-8")
+        self.entries = []
 
-    def write_on_batch_end(
+    def on_predict_batch_end(
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        prediction: Evaluation,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
+        outputs: Any,
+        batch: Evaluation,
         batch_idx: int,
-        dataloader_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Write the images of a batch."""
-        images = prediction.images.permute(0, 2, 3, 1).cpu().numpy()
-        with self._index(trainer).open("a", encoding="utf-8") as index_file:
-            for index, pixels, record in zip(prediction.indices, images, prediction.metadata, strict=True):
-                file = f"{index:06d}.png"
-                Image.fromarray(pixels).save(self.output_dir / file)
-                line = {"index": index, "file": file, **record}
-                index_file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        images = batch.images.permute(0, 2, 3, 1).cpu().numpy()
+        for index, pixels, record in zip(batch.indices, images, batch.metadata, strict=True):
+            file = f"{index:06d}.png"
+            Image.fromarray(pixels).save(self.output_dir / file)
+            self.entries.append({"index": index, "file": file, "record": record})
 
-    def _index(self, trainer: L.Trainer) -> Path:
-        rank = "" if trainer.global_rank == 0 else f".rank{trainer.global_rank}"
-        return self.output_dir / f"prompts{rank}.jsonl"
+    def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the list of them."""
+        entries = [entry for part in gather(self.entries, trainer.world_size) for entry in part]
+        if trainer.is_global_zero:
+            lines = [json.dumps(e, ensure_ascii=False) + "\n" for e in sorted(entries, key=lambda e: e["index"])]
+            (self.output_dir / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -31,7 +31,7 @@ class Head(nn.Module, ABC):
         """Predict from noisy tokens x [M, C] and the sum of both embeddings [M, W]; returns [M, C]."""
 
     def forward(self, x: Tensor, timesteps: Tensor, z: Tensor) -> Tensor:
-        """Predict from noisy tokens x [M, C], their timesteps fp32 [M] and their conditions z [M, E]; returns [M, C]."""
+        """Predict [M, C] from noisy tokens x [M, C], their timesteps fp32 [M] and their conditions z [M, E]."""
         return self.denoise(x, self.embed_condition(z) + self.embed_timestep(timesteps))
 
 

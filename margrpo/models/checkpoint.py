@@ -35,7 +35,9 @@ def local_directory(path_or_repo_id: str | Path) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=DATA_FILES))
     except Exception as error:
-        raise CheckpointError(f"{name}: no such directory, and the Hub repository could not be read: {error}") from error
+        raise CheckpointError(
+            f"{name}: no such directory, and the Hub repository could not be read: {error}"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,8 +18,9 @@ class ObjectiveConfig:
     Args:
         advantage_scale: what centred rewards are divided by: the standard deviation of their `group` (GRPO, arXiv
             2402.03300) or of the `batch`, or `none` (Dr. GRPO, arXiv 2503.20783).
-        clip_low: with more than one update per rollout the surrogate is min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-            (PPO, arXiv 1707.06347), r the ratio of the new to the recorded probability of a decision; in (0, 1].
+        clip_low: with more than one update per rollout the surrogate is
+            min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347), r the ratio of the new to the
+            recorded probability of a decision; in (0, 1].
         clip_high: see clip_low; larger than it is "clip-higher" (DAPO, arXiv 2503.14476).
         max_log_ratio: log r is clamped to +- this before the exponential; beyond it a decision has no gradient.
         kl_weight: beta, factor of the KL divergence of policy from reference.

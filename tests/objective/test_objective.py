@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Switches:
     critical_fraction: float = 0.4
     threshold: float | None = 0.0
     on_policy: bool = True
-    config: ObjectiveConfig = ObjectiveConfig()
+    config: ObjectiveConfig = field(default_factory=ObjectiveConfig)
 
 
 class DenseRollout:
@@ -89,9 +89,7 @@ def flat_loss(rollout: DenseRollout, switches: Switches) -> Tensor:
         "k3": k3(reference_log_prob - log_prob),
     }[switches.config.kl_estimator]
     old_log_prob = rollout.old_log_prob[rows]
-    policy, _ = policy_loss(
-        log_prob, old_log_prob, advantage, weight, switches.config, on_policy=switches.on_policy
-    )
+    policy, _ = policy_loss(log_prob, old_log_prob, advantage, weight, switches.config, on_policy=switches.on_policy)
     return policy + switches.config.kl_weight * weighted_mean(kl, weight)
 
 
@@ -128,7 +126,9 @@ def looped_kl(rollout: DenseRollout, path: int, step: int, image: int, token: in
     z, reference_z = rollout.z[image, token], rollout.reference_z[image, token]
     if estimator == "k3":
         x_t, x_prev = rollout.x_t[path, step, image, token], rollout.x_prev[path, step, image, token]
-        current, reference = (-((x_prev - x_t / 2 - mu) ** 2 / (2 * rollout.std[step] ** 2)).mean() for mu in (z, reference_z))
+        current, reference = (
+            -((x_prev - x_t / 2 - mu) ** 2 / (2 * rollout.std[step] ** 2)).mean() for mu in (z, reference_z)
+        )
         return (reference - current).exp() - (reference - current) - 1
     total = torch.zeros((), dtype=torch.float64)
     for channel in range(CHANNELS):
@@ -176,21 +176,20 @@ def assert_same_loss_and_gradient(actual: Tensor, expected: Tensor, z: Tensor) -
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        Switches(),
-        Switches(threshold=None),
-        Switches(critical_fraction=0.0),
-        Switches(critical_fraction=1.0, threshold=0.3),
-        Switches(num_trajectories=2, critical_fraction=0.5, on_policy=False),
-        Switches(on_policy=False, config=ObjectiveConfig(clip_low=0.05, clip_high=0.1, kl_weight=0.5)),
-        Switches(config=ObjectiveConfig(kl_estimator="mean_k3", kl_weight=0.5)),
-        Switches(config=ObjectiveConfig(kl_estimator="k3", kl_weight=0.5)),
-        Switches(config=ObjectiveConfig(advantage_scale="none", kl_weight=0.0)),
-    ],
-    ids=str,
-)
+CASES = {
+    "default": Switches(),
+    "no consistency": Switches(threshold=None),
+    "no critical tokens": Switches(critical_fraction=0.0),
+    "all tokens critical": Switches(critical_fraction=1.0, threshold=0.3),
+    "off policy": Switches(num_trajectories=2, critical_fraction=0.5, on_policy=False),
+    "narrow clip": Switches(on_policy=False, config=ObjectiveConfig(clip_low=0.05, clip_high=0.1, kl_weight=0.5)),
+    "k3 of means": Switches(config=ObjectiveConfig(kl_estimator="mean_k3", kl_weight=0.5)),
+    "k3 of log-probs": Switches(config=ObjectiveConfig(kl_estimator="k3", kl_weight=0.5)),
+    "unscaled, no KL": Switches(config=ObjectiveConfig(advantage_scale="none", kl_weight=0.0)),
+}
+
+
+@pytest.mark.parametrize("switches", CASES.values(), ids=CASES)
 def test_flat_decisions_give_the_loss_and_gradient_of_the_loops(switches: Switches) -> None:
     rollout = DenseRollout(switches.num_trajectories)
     assert_same_loss_and_gradient(flat_loss(rollout, switches), looped_loss(rollout, switches), rollout.z)
@@ -205,9 +204,7 @@ def test_without_critical_tokens_and_consistency_it_is_plain_grpo(num_trajectori
     log_prob = rollout.log_prob(rollout.z)[0]
     kl = (rollout.z - rollout.reference_z).square().mean(-1) / (2 * rollout.std.square()[:, None, None])
     by_transition = (log_prob - log_prob.detach()).exp() * advantage - switches.config.kl_weight * kl
-    assert_same_loss_and_gradient(
-        flat_loss(rollout, switches), -by_transition[:, rollout.unknown].mean(), rollout.z
-    )
+    assert_same_loss_and_gradient(flat_loss(rollout, switches), -by_transition[:, rollout.unknown].mean(), rollout.z)
 
 
 def test_equal_rewards_leave_only_the_pull_to_the_reference() -> None:

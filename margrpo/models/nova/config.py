@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from margrpo.models.checkpoint import CheckpointError
+
 HEADS_OF_WIDTH = {64: 4, 96: 4, 128: 4, 768: 12, 1024: 16, 1536: 16}
 """Attention heads are not in the published configurations; they follow from the width's name."""
 
@@ -40,35 +42,41 @@ class NOVAConfig:
         """Validate the content of a `config.json`; `source` names it in errors.
 
         Raises:
-            ValueError: a key is missing, or asks for something only the video models have.
+            CheckpointError: a key is missing, or asks for something only the video models have.
         """
         values = {key: value for key, value in values.items() if not key.startswith("_")}
         missing = [name for name in cls.__dataclass_fields__ if name not in values]
         if missing:
-            raise ValueError(f"{source}: missing {', '.join(missing)}")
+            raise CheckpointError(f"{source}: missing {', '.join(missing)}")
         for name in ("rotary_pos_embed", "video_mixer_rank"):
             if values.get(name):
-                raise ValueError(f"{source}: {name} belongs to the video models; only image models are supported")
+                raise CheckpointError(f"{source}: {name} belongs to the video models; only image models are supported")
         config = cls(**{name: _as_tuple(values[name]) for name in cls.__dataclass_fields__})
         config.validate(source)
         return config
 
     def validate(self, source: str) -> None:
-        """Check that the sizes fit together; raises ValueError naming `source` and the key."""
+        """Check that the sizes fit together; raises CheckpointError naming `source` and the key."""
         if not isinstance(self.image_size, int):
-            raise ValueError(f"{source}: image_size {self.image_size} is not square; only image models are supported")
+            raise CheckpointError(
+                f"{source}: image_size {self.image_size} is not square; only image models are supported"
+            )
         if self.video_base_size[0] != 1:
-            raise ValueError(f"{source}: video_base_size {self.video_base_size} has more than one frame")
+            raise CheckpointError(f"{source}: video_base_size {self.video_base_size} has more than one frame")
         side = self.image_size // self.image_stride // self.patch
         if self.image_base_size != (side, side):
-            raise ValueError(
+            raise CheckpointError(
                 f"{source}: image_base_size {self.image_base_size} does not fit image_size {self.image_size} "
                 f"and image_stride {self.image_stride}, which give ({side}, {side})"
             )
+        if self.text_token_len > NULL_TEXT_ROWS:
+            raise CheckpointError(f"{source}: text_token_len {self.text_token_len} is more than {NULL_TEXT_ROWS}")
+        if len(self.arch) != 3:
+            raise CheckpointError(f"{source}: arch {self.arch} does not name video encoder, image encoder and head")
         for name, kind in zip(self.arch, ("vit", "vit", "mlp"), strict=True):
             parse_architecture(name, kind, source)
         if self.video_width != self.width:
-            raise ValueError(f"{source}: the two encoders of arch {self.arch} have different widths")
+            raise CheckpointError(f"{source}: the two encoders of arch {self.arch} have different widths")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the published form, ready for JSON."""
@@ -129,13 +137,13 @@ class NOVAConfig:
 
 
 def parse_architecture(name: str, kind: str, source: str = "arch") -> tuple[int, int]:
-    """Read depth and width from a name such as `vit_d16w1024`; raises ValueError naming what would be accepted."""
+    """Read depth and width from a name such as `vit_d16w1024`; raises CheckpointError naming what would be accepted."""
     match = re.fullmatch(rf"{kind}_d(\d+)w(\d+)", str(name))
     if match is None:
-        raise ValueError(f"{source}: arch {name!r} is not of the form {kind}_d<depth>w<width>")
+        raise CheckpointError(f"{source}: arch {name!r} is not of the form {kind}_d<depth>w<width>")
     depth, width = int(match[1]), int(match[2])
     if kind == "vit" and width not in HEADS_OF_WIDTH:
-        raise ValueError(f"{source}: arch {name!r} has width {width}; known widths are {sorted(HEADS_OF_WIDTH)}")
+        raise CheckpointError(f"{source}: arch {name!r} has width {width}; known widths are {sorted(HEADS_OF_WIDTH)}")
     return depth, width
 
 

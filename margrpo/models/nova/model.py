@@ -1,17 +1,20 @@
 """NOVA as a `HybridModel`: components read from, and written to, a directory in the official layout."""
 
 import math
+import pickle
 import shutil
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PhiModel
+from transformers import AutoTokenizer, PhiModel, PreTrainedTokenizerBase
 
 from margrpo.diffusion.dispatch import transition_from_scheduler
 from margrpo.diffusion.transition import Transition
@@ -133,7 +136,7 @@ class NOVA(HybridModel):
             file = Path(transformer_weights)
             weights = read_weight_folder(file, "model") if file.is_dir() else read_weights(file)
             transformer.assign(_cast(strip_prefixes(weights, TRAINER_PREFIXES), dtype), str(file))
-        vae = AutoencoderKL.from_config(AutoencoderKL.load_config(source / "vae"))
+        vae = AutoencoderKL.from_config(read_json(source / "vae" / "config.json"))
         vae_weights = read_weight_folder(source / "vae", WEIGHTS_STEM)
         check_weights(vae, vae_weights, str(source / "vae"))
         vae.load_state_dict(vae_weights)
@@ -141,12 +144,12 @@ class NOVA(HybridModel):
             config,
             transformer,
             TextEncoder(
-                AutoTokenizer.from_pretrained(source / "tokenizer"),
+                load_tokenizer(source / "tokenizer"),
                 load_phi(source / "text_encoder", config.text_token_dim),
                 config.text_token_len,
             ),
             vae,
-            SCHEDULERS[names["scheduler"]].from_pretrained(source / "scheduler"),
+            SCHEDULERS[names["scheduler"]].from_config(read_json(source / "scheduler" / "scheduler_config.json")),
             source,
         )
         return model.to(dtype).eval()
@@ -181,7 +184,7 @@ class NOVA(HybridModel):
     def mask_schedule(self, steps: int) -> list[int]:
         """Cosine schedule; steps that would predict no token are dropped."""
         masked = [round(math.cos(math.pi / 2 * k / steps) * self.num_tokens) for k in range(steps + 1)]
-        return [before - after for before, after in zip(masked, masked[1:], strict=False) if before > after]
+        return [before - after for before, after in pairwise(masked) if before > after]
 
     def transition(self, denoising_steps: int, noise_level: float, stochastic_steps: int | None) -> Transition:
         """Kernel of the checkpoint's scheduler: SDE on flow matching, or ancestral DDPM."""
@@ -209,7 +212,7 @@ class NOVA(HybridModel):
         weights = {**self.policy.state_dict(), **{HEAD_PREFIX + k: v for k, v in self.head.state_dict().items()}}
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
             target = Path(scratch) / "checkpoint"
-            shutil.copytree(self.source, target, ignore=_ignore_transformer_weights)
+            _copy_frozen(self.source, target)
             tensors = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
             save_file(tensors, target / "transformer" / f"{WEIGHTS_STEM}.safetensors", metadata={"format": "pt"})
             target.rename(path)
@@ -243,19 +246,28 @@ class PhiEncoder(PhiModel):
     _keys_to_ignore_on_load_unexpected = (r"lm_head\..*",)
 
 
-def load_phi(folder: Path, width: int) -> PhiModel:
-    """Load the text encoder; raises CheckpointError when weights are missing or its width is not `width`."""
-    read_json(folder / "config.json")
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer; raises CheckpointError when files are missing or it needs code of the checkpoint."""
     try:
-        encoder, report = PhiEncoder.from_pretrained(folder, output_loading_info=True)
-    except (OSError, RuntimeError) as error:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: tokenizer cannot be loaded: {error}") from error
+
+
+def load_phi(folder: Path, width: int) -> PhiModel:
+    """Load the text encoder; raises CheckpointError when its width is not `width` or its weights do not fit."""
+    found = read_json(folder / "config.json").get("hidden_size")
+    if found != width:
+        raise CheckpointError(f"{folder}: the text encoder is {found} wide, the transformer expects {width}")
+    try:
+        encoder, report = PhiEncoder.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{folder}: text encoder cannot be loaded: {error}") from error
-    if report["missing_keys"]:
-        raise CheckpointError(f"{folder}: missing weights {', '.join(sorted(report['missing_keys'])[:3])}")
-    if encoder.config.hidden_size != width:
-        raise CheckpointError(
-            f"{folder}: the text encoder is {encoder.config.hidden_size} wide, the transformer expects {width}"
-        )
+    # A mismatch is a key with its two shapes; by default it would only be logged.
+    mismatched = [key for key, *_ in report["mismatched_keys"]]
+    for problem, keys in (("missing weights", report["missing_keys"]), ("other shapes for", mismatched)):
+        if keys:
+            raise CheckpointError(f"{folder}: {problem} {', '.join(sorted(keys)[:3])}")
     return encoder
 
 
@@ -263,7 +275,11 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {key: value.to(dtype) for key, value in weights.items()}
 
 
-def _ignore_transformer_weights(folder: str, names: list[str]) -> set[str]:
-    if Path(folder).name != "transformer":
-        return set()
-    return {name for name in names if name.startswith(WEIGHTS_STEM)}
+def _copy_frozen(source: Path, target: Path) -> None:
+    """Copy every file but the transformer's weights, without permissions: a checkpoint may be on a read-only share."""
+    for file in sorted(source.rglob("*")):
+        relative = file.relative_to(source)
+        is_replaced = relative.parent == Path("transformer") and file.name.startswith(WEIGHTS_STEM)
+        if file.is_file() and not is_replaced:
+            (target / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target / relative)

@@ -41,8 +41,8 @@ class TextEncoder(nn.Module):
         longest = int(lengths.max())
         if longest == 0:
             return embeds
-        padding = self.tokenizer.pad_token_id
-        rows = [(ids + [padding] * longest)[:longest] for ids in token_ids]
+        # Any id will do as padding: not every Phi tokenizer names one.
+        rows = [(ids + [0] * longest)[:longest] for ids in token_ids]
         states = self.encoder(torch.tensor(rows, device=device), use_cache=False).last_hidden_state
         is_real = torch.arange(longest, device=device) < lengths[:, None]
         head_rows = torch.where(is_real[..., None], states.to(embeds.dtype), embeds[:, :longest])
