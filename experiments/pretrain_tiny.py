@@ -287,7 +287,8 @@ def train_transformer(settings: Settings) -> None:
             save(trainee, settings)
             for kind, score, perfect in verifier_scores(settings):
                 print(f"step {step} verifier {kind} {score:.3f} perfect {perfect:.3f}", flush=True)
-                log.writerow([step, round(time.perf_counter() - started), "", kind, round(score, 4), round(perfect, 4)])
+                seconds = round(time.perf_counter() - started)
+                log.writerow([step, seconds, "", kind, round(score, 4), round(perfect, 4)])
             set_values(trainee.trained, trained)
             log_file.flush()
 
@@ -328,6 +329,17 @@ def verifier_scores(settings: Settings, count: int = 192) -> list[tuple[str, flo
     return rows
 
 
+def write_prompts(folder: Path, seed: int) -> None:
+    """Write the prompt files of the embedded task: distinct prompts, none in both files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, held_out, count in (("train", False, 4096), ("heldout", True, 1024)):
+        drawn = {record["prompt"]: record for record in prompts(8 * count, seed, held_out)}
+        records = list(drawn.values())[:count]
+        lines = [json.dumps(record) + "\n" for record in records]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        print(f"{name}: {len(records)} prompts", flush=True)
+
+
 def main() -> None:
     """Run the stages that are not done yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -343,6 +355,7 @@ def main() -> None:
         "scenes.pt": encode_scenes,
         "transformer": assemble,
     }
+    write_prompts(settings.output.parent / "prompts", settings.seed)
     for result, stage in stages.items():
         if not (settings.work / result).exists():
             stage(settings)

@@ -22,9 +22,6 @@ class RunCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Say in every help page that there is one more command."""
         parser.epilog = EXPORT_HELP
-        if "return_predictions" in parser.get_defaults():
-            # Images go to disk by a callback; keeping all of them would fill the memory.
-            parser.set_defaults(return_predictions=False)
 
 
 def export(run: str, output: str, checkpoint: str | None = None) -> None:

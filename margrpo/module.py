@@ -207,9 +207,9 @@ class MARGRPO(L.LightningModule):
                 shown = name == "reward/heldout"
                 self.log(name, known.mean(), batch_size=len(known), on_epoch=True, sync_dist=True, prog_bar=shown)
 
-    def predict_step(self, evaluation: Evaluation, batch_idx: int) -> Evaluation:
-        """Hand the images to whoever writes them."""
-        return evaluation
+    def predict_step(self, evaluation: Evaluation, batch_idx: int) -> list[int]:
+        """Say which prompts were drawn; the images themselves go to disk by a callback, they would fill the memory."""
+        return evaluation.indices
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what training changes; everything frozen is in the checkpoint the run started from."""

@@ -142,12 +142,23 @@ def asked_things(record: Record) -> list[Thing]:
     Raises:
         ValueError: a field is missing, or names something that is not of this task.
     """
-    if record.get("numeracy_info"):
-        return [parse_thing(item["obj_name"], record, int(item["num"])) for item in record["numeracy_info"]]
-    names = record.get("attr_nouns") or record.get("nouns")
-    if not names:
-        raise ValueError(f"prompt {record.get('prompt')!r}: needs nouns, attr_nouns or numeracy_info to be verified")
-    return [parse_thing(name, record) for name in names]
+    task_type = _field(record, "task_type")
+    if task_type == "numeracy":
+        return [parse_thing(item["obj_name"], record, int(item["num"])) for item in _field(record, "numeracy_info")]
+    if task_type == "spatial":
+        relation = _field(record, "spatial_info")
+        if relation["locality"] not in LOCALITIES:
+            raise ValueError(
+                f"prompt {record.get('prompt')!r}: unknown locality {relation['locality']!r}; "
+                f"known are {', '.join(LOCALITIES)}"
+            )
+        return [parse_thing(relation[key], record) for key in ("obj1", "obj2")]
+    if task_type not in ("color", "object"):
+        raise ValueError(
+            f"prompt {record.get('prompt')!r}: task_type {task_type!r} is not of this task; "
+            "known are object, color, spatial, numeracy"
+        )
+    return [parse_thing(name, record) for name in _field(record, "attr_nouns" if task_type == "color" else "nouns")]
 
 
 def parse_thing(name: str, record: Record, count: int = 1) -> Thing:
@@ -180,6 +191,15 @@ def fulfils(relation: str, first: Placed, second: Placed) -> bool:
     along, across = (dx, dy) if relation in ("left", "right") else (dy, dx)
     sign = 1 if relation in ("right", "below") else -1
     return sign * along > reach and abs(along) > 1.3 * abs(across)
+
+
+def _field(record: Record, name: str) -> Any:
+    if not record.get(name):
+        raise ValueError(
+            f"prompt {record.get('prompt')!r}: needs {name} to be verified; a prompt of this task has task_type and, by "
+            "its type, nouns (object), attr_nouns (color), spatial_info (spatial) or numeracy_info (numeracy)"
+        )
+    return record[name]
 
 
 def _try_placing(wanted: list[Thing], rng: np.random.Generator) -> Scene | None:

@@ -25,7 +25,7 @@ def test_predict_writes_an_image_per_prompt_and_a_list(build, tmp_path):
     (output / "prompts.jsonl").write_text("of an earlier run\n")
     collector = Collector()
     module, data, trainer = build([ImageWriter(str(output)), collector])
-    trainer.predict(module, data, return_predictions=False)
+    trainer.predict(module, data)
     assert sorted(file.name for file in output.iterdir()) == [*[f"00000{i}.png" for i in range(5)], "prompts.jsonl"]
     for batch in collector.batches:
         for index, image in zip(batch.indices, batch.images, strict=True):

@@ -22,5 +22,5 @@ def test_it_returns_the_graded_score_of_every_image() -> None:
 
 
 def test_a_prompt_without_task_fields_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="prompt 'a red circle'.*attr_nouns"):
+    with pytest.raises(ValueError, match=r"prompt 'a red circle': needs .*attr_nouns"):
         ShapesReward()(render_batch([[]]), ["a red circle"], [{"prompt": "a red circle"}])

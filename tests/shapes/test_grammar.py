@@ -18,6 +18,7 @@ from margrpo.shapes.grammar import (
 )
 from tests.shapes.helpers import draw
 
+
 def test_training_and_held_out_prompts_are_disjoint_and_follow_the_hash() -> None:
     training = {record["prompt"] for record in prompts(2000, seed=3, held_out=False)}
     held_out = {record["prompt"] for record in prompts(600, seed=3, held_out=True)}
@@ -27,18 +28,19 @@ def test_training_and_held_out_prompts_are_disjoint_and_follow_the_hash() -> Non
 
 
 def test_about_fifteen_percent_of_the_prompts_are_held_out() -> None:
-    every = {r["prompt"] for side in (False, True) for r in prompts(4000, seed=5, held_out=side)}
-    relations = [f"a {a} circle above a {b} {s}" for a in COLOURS for b in COLOURS for s in SHAPES if a != "orange"]
-    assert len(every) > 1000
-    assert 0.08 < np.mean([is_held_out(text) for text in relations]) < 0.22
+    texts = [
+        f"a {first} {shape} above a {second} {other}"
+        for first in COLOURS
+        for second in COLOURS
+        for shape in SHAPES
+        for other in SHAPES
+    ]
+    assert 0.12 < np.mean([is_held_out(text) for text in texts]) < 0.18
 
 
 def test_the_split_is_the_same_in_every_process() -> None:
-    assert [is_held_out(text) for text in ("a red circle", "a circle", "a blue square next to a green cross")] == [
-        False,
-        False,
-        False,
-    ]
+    texts = [f"prompt {number}" for number in range(40)]
+    assert [number for number, text in enumerate(texts) if is_held_out(text)] == [2, 11, 16, 29, 35]
 
 
 def test_there_are_enough_distinct_held_out_prompts_to_evaluate_on() -> None:
@@ -119,5 +121,5 @@ def test_an_unknown_word_is_refused_with_the_prompt_and_the_known_words(name: st
 
 
 def test_a_record_without_fields_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"prompt 'a red circle': needs nouns, attr_nouns or numeracy_info"):
+    with pytest.raises(ValueError, match=r"prompt 'a red circle': needs "):
         asked_things({"prompt": "a red circle"})

@@ -12,7 +12,7 @@ from margrpo.shapes.renderer import render, render_batch
 from margrpo.shapes.verifier import score, verify
 from tests.shapes.helpers import draw, scores, verdicts, with_object
 
-COUNT = 1000
+COUNT = 250
 CIRCLE: Record = {"prompt": "a red circle", "task_type": "color", "nouns": ["circle"], "attr_nouns": ["red circle"]}
 LEFT: Record = {
     "prompt": "a red circle to the left of a blue square",
@@ -28,6 +28,11 @@ def drawn() -> tuple[list[Record], list[Scene]]:
     return draw(COUNT, seed=21)
 
 
+@pytest.fixture(scope="module")
+def clean_scores(drawn: tuple[list[Record], list[Scene]]) -> torch.Tensor:
+    return scores(*drawn)
+
+
 def possible(scene: Scene) -> bool:
     """Whether all objects lie inside the image and apart."""
     within = all(o.reach < min(o.x, o.y) and max(o.x, o.y) < SIDE - o.reach for o in scene)
@@ -36,19 +41,22 @@ def possible(scene: Scene) -> bool:
     )
 
 
-def test_scenes_are_accepted_and_score_close_to_one(drawn: tuple[list[Record], list[Scene]]) -> None:
-    assert np.mean(verdicts(*drawn)) > 0.999
-    values = scores(*drawn)
-    assert values.mean() > 0.98
-    assert values.min() > 0.85
-    assert values.max() <= 1.0
+def test_scenes_are_accepted_and_score_close_to_one(
+    drawn: tuple[list[Record], list[Scene]], clean_scores: torch.Tensor
+) -> None:
+    assert all(verdicts(*drawn))
+    assert clean_scores.mean() > 0.98
+    assert clean_scores.min() > 0.85
+    assert clean_scores.max() <= 1.0
 
 
 @pytest.mark.parametrize("change", ["colour", "shape", "missing", "surplus", "exchanged"])
-def test_one_wrong_attribute_is_rejected_and_scores_lower(drawn: tuple[list[Record], list[Scene]], change: str) -> None:
+def test_one_wrong_attribute_is_rejected_and_scores_lower(
+    drawn: tuple[list[Record], list[Scene]], clean_scores: torch.Tensor, change: str
+) -> None:
     rng = np.random.default_rng(5)
-    records, scenes, wrong = [], [], []
-    for record, scene in zip(*drawn, strict=True):
+    records, right, wrong = [], [], []
+    for record, scene, clean in zip(*drawn, clean_scores, strict=True):
         index = int(rng.integers(len(scene)))
         obj = scene[index]
         if change == "colour":
@@ -65,10 +73,12 @@ def test_one_wrong_attribute_is_rejected_and_scores_lower(drawn: tuple[list[Reco
         directed = "spatial_info" in record and record["spatial_info"]["locality"] != "next to"
         uncoloured = change == "colour" and "attr_nouns" not in record
         if possible(other) and not uncoloured and (change != "exchanged" or directed):
-            records, scenes, wrong = [*records, record], [*scenes, scene], [*wrong, other]
-    assert len(records) > 150
-    assert np.mean(verdicts(records, wrong)) < 0.001
-    assert (scores(records, wrong) < scores(records, scenes) - 0.05).all()
+            records.append(record)
+            right.append(clean)
+            wrong.append(other)
+    assert len(records) > 50
+    assert not any(verdicts(records, wrong))
+    assert (scores(records, wrong) < torch.stack(right) - 0.05).all()
 
 
 def test_the_scene_of_another_prompt_scores_far_below_one(drawn: tuple[list[Record], list[Scene]]) -> None:
@@ -120,15 +130,17 @@ def test_surplus_costs_more_the_larger_it_is() -> None:
 def test_images_of_a_group_differ_in_score() -> None:
     rng = np.random.default_rng(1)
     scenes = [[Placed("circle", "red", *rng.uniform(30, 98, size=2).tolist(), rng.uniform(14, 20))] for _ in range(16)]
-    noisy = render_batch(scenes).float() + 12 * torch.randn(16, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+    noisy = render_batch(scenes).float() + 12 * torch.randn(
+        16, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0)
+    )
     assert len(set(score(noisy.clamp(0, 255).to(torch.uint8), [CIRCLE] * 16))) == 16
 
 
 def test_blur_and_noise_make_no_phantom_objects(drawn: tuple[list[Record], list[Scene]]) -> None:
-    records, scenes = drawn[0][:200], drawn[1][:200]
+    records, scenes = drawn[0][:100], drawn[1][:100]
     images = F.avg_pool2d(render_batch(scenes).float(), 3, stride=1, padding=1, count_include_pad=False)
     images += 6 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
-    assert np.mean(verify(images.clamp(0, 255).to(torch.uint8), records)) > 0.99
+    assert all(verify(images.clamp(0, 255).to(torch.uint8), records))
 
 
 def test_a_score_depends_on_its_own_image_alone(drawn: tuple[list[Record], list[Scene]]) -> None:
