@@ -22,7 +22,6 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 from transformers import CodeGenTokenizerFast, PhiConfig, PhiForCausalLM
 
-from margrpo.models.base import repeat_rows
 from margrpo.models.nova.config import NOVAConfig
 from margrpo.models.nova.layers import patchify
 from margrpo.models.nova.model import NOVA, NOVATransformer
@@ -318,7 +317,9 @@ def verifier_scores(settings: Settings, count: int = 192) -> list[tuple[str, flo
     sampling = SamplingConfig(mask_steps=8, denoising_steps=8, guidance_scale=1.0)
     records = prompts(count, seed=settings.seed, held_out=True)
     texts = [record["prompt"] for record in records]
-    noise = SampleNoise([stable_seed(i) for i in range(count)], CONFIG.num_tokens, CONFIG.token_channels, torch.device("cpu"))
+    noise = SampleNoise(
+        [stable_seed(i) for i in range(count)], CONFIG.num_tokens, CONFIG.token_channels, torch.device("cpu")
+    )
     denoiser = TokenDenoiser(model.head, model.transition(8, 1.0, None), score_guided=False)
     latents = generate(model, model.policy, model.encode(texts), sampling, denoiser, noise)
     scores = ShapesReward()(model.decode(latents), texts, records)

@@ -68,7 +68,7 @@ class MARGRPO(L.LightningModule):
         self,
         model: HybridModel,
         objective: ObjectiveConfig = ObjectiveConfig(),  # noqa: B008 - frozen
-        optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008 - frozen
+        optimizer: OptimizerConfig = OptimizerConfig(),
         train_head: bool = False,
         head_lr_scale: float = 1.0,
         mask_steps_per_update: Literal["all", 1] = "all",
@@ -100,9 +100,13 @@ class MARGRPO(L.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW over the policy, and the head where it is trained."""
         config = self.optimizer_config
-        groups = [{"params": [p for p in self.model.policy.parameters() if p.requires_grad], "lr": config.learning_rate}]
+        groups = [
+            {"params": [p for p in self.model.policy.parameters() if p.requires_grad], "lr": config.learning_rate}
+        ]
         if self.train_head:
-            groups.append({"params": list(self.model.head.parameters()), "lr": config.learning_rate * self.head_lr_scale})
+            groups.append(
+                {"params": list(self.model.head.parameters()), "lr": config.learning_rate * self.head_lr_scale}
+            )
         optimizer = torch.optim.AdamW(groups, betas=config.betas, weight_decay=config.weight_decay)
         warmup = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1.0, (step + 1) / (config.warmup_steps + 1))
@@ -122,7 +126,9 @@ class MARGRPO(L.LightningModule):
         config = rollout.config
         transition = self.model.transition(config.denoising_steps, config.noise_level, config.stochastic_steps)
         denoiser = TokenDenoiser(self.model.head, transition, score_guided=config.score_guided)
-        reference_denoiser = TokenDenoiser(self.initial_head or self.model.head, transition, score_guided=config.score_guided)
+        reference_denoiser = TokenDenoiser(
+            self.initial_head or self.model.head, transition, score_guided=config.score_guided
+        )
         per_update = len(rollout.mask_steps) if self.mask_steps_per_update == "all" else 1
         metrics: dict[int, dict[str, Tensor]] = {}
         for _ in range(self.num_iterations):
@@ -246,7 +252,9 @@ class MARGRPO(L.LightningModule):
             **{f"time/{phase}": seconds for phase, seconds in rollout.seconds.items()},
         }
         for share in rollout.mask_steps[0].shares:
-            values[f"rollout/{share}_tokens"] = sum(s.shares[share] for s in rollout.mask_steps) / len(rollout.mask_steps)
+            values[f"rollout/{share}_tokens"] = sum(s.shares[share] for s in rollout.mask_steps) / len(
+                rollout.mask_steps
+            )
         self.log_dict(values, batch_size=len(rollout.rewards))
         self.log("reward", rewards.mean(), prog_bar=True, logger=False, batch_size=len(rollout.rewards))
 

@@ -167,7 +167,9 @@ def test_without_the_methods_parts_the_update_is_plain_grpo_with_a_fixed_head(ro
     expected = slow_loss(module, rollout, mask_step, advantage, 0.3)
     parameters = [p for p in module.model.policy.parameters() if p.requires_grad]
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
-    for fast, slow in zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True):
+    for fast, slow in zip(
+        torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
         torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-6)
 
 
@@ -216,7 +218,12 @@ def test_the_run_stops_after_too_many_updates_in_a_row_that_are_not_finite(build
 
 @pytest.mark.parametrize(
     ("options", "updates"),
-    [({}, 1), ({"mask_steps_per_update": 1}, 3), ({"num_iterations": 2}, 2), ({"num_iterations": 2, "mask_steps_per_update": 1}, 6)],
+    [
+        ({}, 1),
+        ({"mask_steps_per_update": 1}, 3),
+        ({"num_iterations": 2}, 2),
+        ({"num_iterations": 2, "mask_steps_per_update": 1}, 6),
+    ],
     ids=str,
 )
 def test_optimiser_steps_per_rollout(build, options, updates):
@@ -245,7 +252,9 @@ def test_gradients_are_clipped_to_the_configured_norm(build):
     class Watch(MARGRPO):
         def on_before_optimizer_step(self, optimizer):
             super().on_before_optimizer_step(optimizer)
-            norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.model.policy.parameters() if p.grad is not None]))
+            norms.append(
+                torch.nn.utils.get_total_norm([p.grad for p in self.model.policy.parameters() if p.grad is not None])
+            )
 
     optimizer = OptimizerConfig(learning_rate=1e-3, max_gradient_norm=1e-3)
     module, data, trainer = build(module_class=Watch, optimizer=optimizer)

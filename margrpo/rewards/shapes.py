@@ -10,7 +10,7 @@ from margrpo.shapes import verifier
 
 
 class ShapesReward(Reward):
-    """Graded score of the shapes task in [0, 1]; needs the prompt's task fields, as `margrpo.shapes.grammar` makes them."""
+    """Graded score of the shapes task in [0, 1]; needs the task fields that `margrpo.shapes.grammar` gives a prompt."""
 
     name = "shapes"
 

@@ -11,7 +11,8 @@ class SamplingConfig:
     Args:
         mask_steps: autoregressive steps of the mask schedule; steps that predict no token are dropped.
         denoising_steps: D, steps of the head's sampler per token.
-        guidance_scale: classifier-free guidance on the head's prediction, u + w (c - u); 1 runs no unconditional branch.
+        guidance_scale: w of classifier-free guidance on the head's prediction, u + w (c - u); 1 runs no unconditional
+            branch.
     """
 
     mask_steps: int = 64
@@ -82,8 +83,8 @@ class RolloutConfig(SamplingConfig):
             raise ValueError(f"num_trajectories is {self.num_trajectories}; it must be at least 1")
         if self.num_trajectories == 1 and 0.0 < self.critical_fraction < 1.0:
             raise ValueError(
-                f"critical_fraction is {self.critical_fraction}, but one trajectory gives no uncertainty to rank tokens "
-                "by; accepted: num_trajectories of at least 2, or a critical_fraction of 0 or 1"
+                f"critical_fraction is {self.critical_fraction}, but one trajectory gives no uncertainty to rank "
+                "tokens by; accepted: num_trajectories of at least 2, or a critical_fraction of 0 or 1"
             )
         if self.consistency_threshold is not None and not -2.0 <= self.consistency_threshold <= 2.0:
             raise ValueError(

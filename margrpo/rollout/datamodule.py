@@ -184,4 +184,3 @@ class RolloutDataModule(L.LightningDataModule):
     def _trainer(self) -> L.Trainer:
         assert self.trainer is not None, "the data module works inside a Trainer"
         return self.trainer
-

@@ -120,9 +120,7 @@ def build_mask_step(
     if trajectories is not None:
         offset = 0 if record.trajectories is not None else record.start
         tokens_per_image = trajectories.end_points.shape[2]
-        parts.append(
-            _trajectory_rows(record, trajectories, critical, offset, tokens_per_image, share, denoiser)
-        )
+        parts.append(_trajectory_rows(record, trajectories, critical, offset, tokens_per_image, share, denoiser))
     rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     decisions = Decisions(
         image=places // count,

@@ -156,7 +156,9 @@ def roll_out(
             keep_previous = config.checks_consistency and previous is not None
             before = previous[:, -(stop - start) :] if keep_previous and previous is not None else None
             records.append(
-                StepRecord(index, start, predicted_stop, conditions, kept_steps, trace, end_points, before, trajectories)
+                StepRecord(
+                    index, start, predicted_stop, conditions, kept_steps, trace, end_points, before, trajectories
+                )
             )
         previous = end_points if index in plan.complete else None
         composite.append(z.unflatten(0, (-1, stop - start))[:batch, :count])

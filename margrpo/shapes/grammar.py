@@ -91,6 +91,10 @@ class Placed:
 Scene = list[Placed]
 
 
+KINDS = {"object": 0.05, "color": 0.1, "pair": 0.2, "spatial": 0.4, "numeracy": 0.25}
+"""Share of each kind of prompt."""
+
+
 def is_held_out(text: str) -> bool:
     """Whether a prompt belongs to the held-out part, by a hash of its text that is the same everywhere."""
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
@@ -110,7 +114,7 @@ def prompts(count: int, seed: int, held_out: bool) -> list[Record]:
 
 def sample_prompt(rng: np.random.Generator) -> Record:
     """Draw one prompt of either part: an object, a coloured one, a pair, a relation, or counts."""
-    kind = rng.choice(["object", "color", "pair", "spatial", "numeracy", "numeracy"], p=[0.05, 0.1, 0.2, 0.4, 0.15, 0.1])
+    kind = rng.choice(list(KINDS), p=list(KINDS.values()))
     if kind == "object":
         return _record("object", [Thing(_pick(rng, SHAPES), None)], rng)
     if kind == "color":
@@ -196,8 +200,8 @@ def fulfils(relation: str, first: Placed, second: Placed) -> bool:
 def _field(record: Record, name: str) -> Any:
     if not record.get(name):
         raise ValueError(
-            f"prompt {record.get('prompt')!r}: needs {name} to be verified; a prompt of this task has task_type and, by "
-            "its type, nouns (object), attr_nouns (color), spatial_info (spatial) or numeracy_info (numeracy)"
+            f"prompt {record.get('prompt')!r}: needs {name} to be verified; a prompt of this task has task_type and, "
+            "by its type, nouns (object), attr_nouns (color), spatial_info (spatial) or numeracy_info (numeracy)"
         )
     return record[name]
 
@@ -239,11 +243,11 @@ def _coloured(rng: np.random.Generator) -> Thing:
     return Thing(_pick(rng, SHAPES), _pick(rng, tuple(COLOURS)))
 
 
-def _two_things(rng: np.random.Generator) -> tuple[Thing, Thing]:
+def _two_things(rng: np.random.Generator) -> list[Thing]:
     first = _coloured(rng)
     while (second := _coloured(rng)) == first:
         pass
-    return first, second
+    return [first, second]
 
 
 def _pick(rng: np.random.Generator, options: tuple[str, ...]) -> str:

@@ -39,7 +39,7 @@ def signed_distance(shape: str, x: Tensor, y: Tensor, radius: float | Tensor) ->
 
 
 def coverage(shape: str, x: Tensor, y: Tensor, area: Tensor) -> Tensor:
-    """Share of each pixel, in [0, 1], that a shape of this area (in pixels) covers; x and y are offsets from its centre."""
+    """Share of each pixel, in [0, 1], that a shape covers; `area` in pixels, x and y are offsets from its centre."""
     radius = (area / UNIT_AREA[shape]).sqrt()
     return (0.5 - signed_distance(shape, x, y, radius)).clamp(0.0, 1.0)
 

@@ -11,7 +11,7 @@ from margrpo.shapes.renderer import UNIT_AREA
 
 BLURRED_OVERLAP = 0.62
 CLEAN_OVERLAP = 0.83
-"""Overlap with the ideal shape below which a component counts nothing as that shape, and above which it counts whole."""
+"""Overlap with the ideal shape below which a component counts nothing as it, and above which it counts whole."""
 
 OVERLAP_MARGIN = 0.03
 """Lead in overlap that makes one shape e times as credible as another; clean shapes lead by 0.1 and more."""
@@ -70,7 +70,11 @@ def match_objects(things: list[Thing], components: list[Component]) -> list[Matc
     """Assign components to asked objects, best fit first; each of either is used once."""
     slots = [thing for thing in things for _ in range(thing.count)]
     pairs = sorted(
-        ((fit(thing, component), slot, index) for slot, thing in enumerate(slots) for index, component in enumerate(components)),
+        (
+            (fit(thing, component), slot, index)
+            for slot, thing in enumerate(slots)
+            for index, component in enumerate(components)
+        ),
         key=lambda pair: -pair[0],
     )
     matches: dict[int, Match] = {}

@@ -46,7 +46,9 @@ def test_guidance_of_one_is_no_guidance():
 
 def test_a_plan_depends_on_seed_and_step_alone_and_is_ascending():
     config = RolloutConfig()
-    plans = [draw_plan(config, [1] * 61, list(range(25)), seed, step) for seed, step in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    plans = [
+        draw_plan(config, [1] * 61, list(range(25)), seed, step) for seed, step in ((1, 0), (1, 0), (1, 1), (2, 0))
+    ]
     assert plans[0] == plans[1]
     assert plans[0].trained != plans[2].trained
     assert plans[0].trained != plans[3].trained

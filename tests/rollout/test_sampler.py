@@ -89,7 +89,9 @@ def test_consecutive_transitions_of_a_token_are_one_trajectory(small_rollout):
     assert torch.equal(x_prev[:-1], x_t[1:])
 
 
-@pytest.mark.parametrize(("options", "expected"), [({"loss_tokens": "predicted"}, 0), ({"consistency_threshold": None}, 1)])
+@pytest.mark.parametrize(
+    ("options", "expected"), [({"loss_tokens": "predicted"}, 0), ({"consistency_threshold": None}, 1)]
+)
 def test_unknown_tokens_are_denoised_only_where_they_are_asked_for(nova, small_rollout, options, expected):
     config, plan, _, denoiser = small_rollout(critical_fraction=0.0, guidance_scale=1.0, **options)
     starts = [sum(plan.schedule[:index]) for index in range(len(plan.schedule))]
