@@ -12,6 +12,8 @@ LOGDIR ?= runs
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# One thread: the tests' tensors are small, and threads that wait for a busy core slow them down many times over.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup train-nova test test-fast lint format tensorboard bench rewards clean
 
@@ -31,10 +33,10 @@ train-nova: $(STAMP) ## Train NOVA: MODEL=tiny (default, on a CPU) or MODEL=sd51
 	$(BIN)/margrpo fit --config experiments/nova-$(MODEL).yaml --trainer.devices $(DEVICES) $(ARGS)
 
 test: $(STAMP) ## Run all tests.
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: $(STAMP) ## Run the tests that take seconds.
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: $(STAMP) ## Check style, formatting and types.
 	$(BIN)/ruff check .
