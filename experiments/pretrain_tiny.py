@@ -2,7 +2,7 @@
 
     python experiments/pretrain_tiny.py --output margrpo/assets/nova-tiny
 
-Scenes are drawn by `margrpo.shapes`; held-out prompts are never seen. The stages leave their result under `--work`, so
+Needs torch 2.9 for its Muon. Scenes are drawn by `margrpo.shapes`; held-out prompts are never seen. The stages leave their result under `--work`, so
 that an interrupted run goes on; `pretrain_log.csv` beside the checkpoint keeps the loss and the verifier's score.
 """
 
@@ -11,6 +11,7 @@ import csv
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 from transformers import CodeGenTokenizerFast, PhiConfig, PhiForCausalLM
@@ -59,7 +61,8 @@ class Settings:
     steps: int = 4000
     batch: int = 64
     head_repeats: int = 3
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
+    matrix_learning_rate: float = 3e-3
     text_dropout: float = 0.1
     average: float = 0.999
     evaluate_every: int = 1000
@@ -191,8 +194,6 @@ def assemble(settings: Settings) -> None:
 
 def save_transformer(weights: dict[str, Tensor], folder: Path) -> None:
     """Write the transformer's weights under their official name."""
-    from safetensors.torch import save_file
-
     tensors = {key: value.detach().contiguous().clone() for key, value in weights.items()}
     save_file(tensors, folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
 
@@ -240,6 +241,33 @@ class Trainee(nn.Module):
         return F.mse_loss(velocity, noise - clean)
 
 
+def build_optimizers(trainee: Trainee, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside blocks, which needs a third of AdamW's steps here; AdamW for everything else."""
+    inside = ("blocks.", "layers.", "fc1", "fc2")
+    matrices = [
+        parameter
+        for name, parameter in trainee.model.named_parameters()
+        if parameter.requires_grad and parameter.ndim == 2 and any(part in name for part in inside)
+    ]
+    chosen = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in trainee.trained if id(parameter) not in chosen]
+    return [
+        torch.optim.Muon(
+            matrices,
+            lr=settings.matrix_learning_rate,
+            weight_decay=0.01,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(others, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
+def cosine_schedule(settings: Settings) -> Callable[[int], float]:
+    """Return the factor of the learning rates: 200 steps of warm-up, then a cosine down to 2%."""
+    return lambda step: min(1.0, (step + 1) / 200) * 0.5 * (1.02 + 0.98 * math.cos(math.pi * step / settings.steps))
+
+
 def train_transformer(settings: Settings) -> None:
     """Train transformer and text encoder together; the weights that are kept are a running average."""
     torch.manual_seed(settings.seed)
@@ -248,11 +276,8 @@ def train_transformer(settings: Settings) -> None:
     model = NOVA.from_pretrained(settings.work)
     trainee = Trainee(model)
     average = [p.detach().clone() for p in trainee.trained]
-    optimizer = torch.optim.AdamW(trainee.trained, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(1.0, (step + 1) / 200) * 0.5 * (1.02 + 0.98 * math.cos(math.pi * step / settings.steps)),
-    )
+    optimizers = build_optimizers(trainee, settings)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, cosine_schedule(settings)) for optimizer in optimizers]
     random = np.random.default_rng(settings.seed)
     log_file = (settings.output.parent / "nova-tiny-pretraining.csv").open("w", newline="")
     log = csv.writer(log_file)
@@ -260,7 +285,8 @@ def train_transformer(settings: Settings) -> None:
     started, recent = time.perf_counter(), []
     for step in range(1, settings.steps + 1):
         rows = random.integers(len(texts), size=settings.batch)
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         draw, loss_sum = random.random(), 0.0
         for part, half in enumerate(np.split(rows, 2)):
             # Every step sees one early and one late mask step, which halves the noise of the drawn mask.
@@ -270,8 +296,9 @@ def train_transformer(settings: Settings) -> None:
             (0.5 * loss).backward()
             loss_sum += 0.5 * loss.item()
         nn.utils.clip_grad_norm_(trainee.trained, 1.0)
-        optimizer.step()
-        schedule.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         decay = min(settings.average, step / (step + 20))
         torch._foreach_lerp_(average, [p.detach() for p in trainee.trained], 1 - decay)
         recent.append(loss_sum)
@@ -300,8 +327,6 @@ def set_values(parameters: list[Tensor], values: list[Tensor]) -> None:
 
 def save(trainee: Trainee, settings: Settings) -> None:
     """Write the trained parts into the working checkpoint."""
-    from safetensors.torch import load_file, save_file
-
     model = trainee.model
     head = {f"image_decoder.{k}": v for k, v in model.head.state_dict().items()}
     save_transformer({**model.policy.state_dict(), **head}, settings.work / "transformer")
