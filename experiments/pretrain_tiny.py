@@ -2,8 +2,9 @@
 
     python experiments/pretrain_tiny.py --output margrpo/assets/nova-tiny
 
-Needs torch 2.9 for its Muon. Scenes are drawn by `margrpo.shapes`; held-out prompts are never seen. The stages leave their result under `--work`, so
-that an interrupted run goes on; `pretrain_log.csv` beside the checkpoint keeps the loss and the verifier's score.
+Needs torch 2.9 for its Muon. Scenes are drawn by `margrpo.shapes`; held-out prompts are never seen. The stages leave
+their result under `--work`, so that an interrupted run goes on; `nova-tiny-pretraining.csv` beside the checkpoint keeps
+the loss and the verifier's score.
 """
 
 import argparse
