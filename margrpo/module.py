@@ -78,6 +78,10 @@ class MARGRPO(L.LightningModule):
         super().__init__()
         if num_iterations < 1:
             raise ValueError(f"num_iterations is {num_iterations}; it must be at least 1")
+        if mask_steps_per_update not in ("all", 1):
+            raise ValueError(f"mask_steps_per_update is {mask_steps_per_update!r}; accepted: 'all', 1")
+        if max_skipped_updates < 1:
+            raise ValueError(f"max_skipped_updates is {max_skipped_updates}; it must be at least 1")
         if head_lr_scale < 0:
             raise ValueError(f"head_lr_scale is {head_lr_scale}; it must not be negative")
         self.automatic_optimization = False
@@ -220,9 +224,10 @@ class MARGRPO(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep what training changes; everything frozen is in the checkpoint the run started from."""
         checkpoint["state_dict"] = {key: checkpoint["state_dict"][key] for key in self._trained_keys()}
+        checkpoint["skipped_updates"] = [self.skipped_updates, self.skipped_in_a_row]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Check that a training checkpoint belongs to this configuration.
+        """Check that a training checkpoint belongs to this configuration, and go on counting skipped updates.
 
         Raises:
             ValueError: naming the first weights that are missing, or not trained here.
@@ -232,6 +237,7 @@ class MARGRPO(L.LightningModule):
         wrong += [f"has {key}, which is not trained here" for key in found if key not in expected]
         if wrong:
             raise ValueError(f"the training checkpoint {wrong[0]}; is it from a run with another model or train_head?")
+        self.skipped_updates, self.skipped_in_a_row = checkpoint["skipped_updates"]
 
     def _trained_keys(self) -> list[str]:
         prefixes = ("model.policy.", "model.head.") if self.train_head else ("model.policy.",)
@@ -248,7 +254,10 @@ class MARGRPO(L.LightningModule):
             "reward/zero_std_groups": zero_std_groups / len(group_std),
             "reward/invalid_images": float(invalid),
             "rollout/head_tokens": float(rollout.head_tokens),
-            **{f"reward/train_{name}": scores.nanmean() for name, scores in rollout.rewards_by_scorer.items()},
+            **{
+                f"reward/train_{name}": scores[scores.isfinite()].mean()
+                for name, scores in rollout.rewards_by_scorer.items()
+            },
             **{f"time/{phase}": seconds for phase, seconds in rollout.seconds.items()},
         }
         for share in rollout.mask_steps[0].shares:

@@ -141,12 +141,21 @@ def test_a_bad_option_stops_before_any_compute_and_is_named(config, capsys, argu
     assert message in capsys.readouterr().err + str(error.value)
 
 
-@pytest.mark.parametrize("name", ["nova-tiny.yaml", "nova-sd512.yaml"])
-def test_the_shipped_experiments_are_valid_configurations(name, capsys):
+YOURS = ["--data.train_prompts", "mine.txt", "--data.rewards+", "margrpo.rewards.brightness.Brightness"]
+
+
+@pytest.mark.parametrize(("name", "arguments"), [("nova-tiny.yaml", []), ("nova-sd512.yaml", YOURS)])
+def test_the_shipped_experiments_are_valid_configurations(name, arguments, capsys):
     with pytest.raises(SystemExit) as error:
-        main(["fit", "--config", str(EXPERIMENTS / name), "--print_config"])
+        main(["fit", "--config", str(EXPERIMENTS / name), *arguments, "--print_config"])
     assert error.value.code in (0, None)
     assert "critical_fraction: 0.3" in capsys.readouterr().out
+
+
+def test_the_published_checkpoint_is_never_trained_on_a_reward_nobody_chose(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", str(EXPERIMENTS / "nova-sd512.yaml"), "--data.train_prompts", "mine.txt"])
+    assert "data.rewards" in capsys.readouterr().err
 
 
 def test_help_documents_the_options_with_their_source(capsys):

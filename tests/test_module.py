@@ -209,6 +209,23 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted(build):
     assert all(parameter.isfinite().all() for parameter in module.model.policy.parameters())
 
 
+def test_skipped_updates_are_counted_on_after_a_resume(build):
+    interrupted, _, _ = build()
+    interrupted.skipped_updates, interrupted.skipped_in_a_row = 3, 2
+    checkpoint = {"state_dict": interrupted.state_dict()}
+    interrupted.on_save_checkpoint(checkpoint)
+    resumed, _, _ = build()
+    resumed.on_load_checkpoint(checkpoint)
+    assert (resumed.skipped_updates, resumed.skipped_in_a_row) == (3, 2)
+
+
+def test_trained_steps_that_the_model_lacks_are_refused_before_anything_is_computed(build, monkeypatch):
+    module, data, trainer = build(dataclasses.replace(ROLLOUT, mask_steps=64, trained_mask_steps=60))
+    monkeypatch.setattr(module.model, "encode", None)
+    with pytest.raises(ValueError, match="only 51 of the 64 mask steps predict a token"):
+        trainer.fit(module, data)
+
+
 def test_the_run_stops_after_too_many_updates_in_a_row_that_are_not_finite(build):
     module, data, trainer = build(module_class=PoisonedModule, steps=9, max_skipped_updates=3)
     module.poisoned = {2, 3, 4}
@@ -277,6 +294,8 @@ def test_same_seed_same_numbers(build):
     [
         ({"num_iterations": 0}, "num_iterations is 0"),
         ({"head_lr_scale": -1.0}, "head_lr_scale is -1.0"),
+        ({"mask_steps_per_update": 4}, "mask_steps_per_update is 4; accepted: 'all', 1"),
+        ({"max_skipped_updates": 0}, "max_skipped_updates is 0; it must be at least 1"),
     ],
 )
 def test_a_bad_option_is_named(data_dir, options, message):

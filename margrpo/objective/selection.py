@@ -1,6 +1,5 @@
 """Which tokens are trained: the uncertain ones, and those that move towards the finished image (arXiv 2604.06966)."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,23 +16,18 @@ def uncertainty(end_points: Tensor) -> Tensor:
     return end_points.std(dim=0, correction=0).mean(-1)
 
 
-def top_fraction(scores: Tensor, fraction: float, eligible: Tensor | None = None) -> Tensor:
-    """Select the same share of every image's eligible tokens, those with the highest scores.
+def top_fraction(scores: Tensor, fraction: float) -> Tensor:
+    """Select the same share of every image's tokens, those with the highest scores.
 
     Args:
         scores: float [B, n], finite.
-        fraction: share in [0, 1]; of k eligible tokens round(fraction * k) are selected, halves to even.
-        eligible: bool [B, n]; None is all.
+        fraction: share in [0, 1]; round(fraction * n) tokens are selected, halves to even.
 
     Returns:
         bool [B, n]; of equal scores the lowest token wins.
     """
-    if eligible is None:
-        eligible = torch.ones_like(scores, dtype=torch.bool)
-    count = (fraction * eligible.sum(dim=1, keepdim=True)).round()
-    order = scores.masked_fill(~eligible, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    rank = order.argsort(dim=1)
-    return rank < count
+    rank = scores.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+    return rank < round(fraction * scores.shape[1])
 
 
 def consistency_gain(current: Tensor, previous: Tensor, final: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class RewardCombiner(nn.Module):
         Raises:
             RewardError: a scorer raised (after the retries, if it was transient) or did not return one score per image.
         """
-        total = torch.zeros(len(images), device=images.device)
+        total = torch.zeros(len(images), dtype=torch.float32, device=images.device)
         per_reward = {}
         for reward, weight in zip(self.rewards, self.weights, strict=True):
             scores = [

@@ -1,7 +1,10 @@
 """Settings of a rollout: how images are sampled, and which decisions are kept for the update."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+TrajectorySource = Literal["composite", "per_step"]
+LossTokens = Literal["masked", "predicted"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class RolloutConfig(SamplingConfig):
         trained_denoising_steps: denoising steps drawn for training at each of them, from those with a density.
         num_trajectories: S, trajectories over which the surrogate of a critical token is averaged
             (multi-trajectory expectation).
-        critical_fraction: share of an image's tokens, the most uncertain ones, that take the S trajectories;
-            0 is none, 1 is all. The others take the trajectory that made the image.
+        critical_fraction: share of an image's tokens (with `per_step`, of those the step denoises), the most uncertain
+            ones, that take the S trajectories; 0 is none, 1 is all. The others take the one that made the image.
         consistency_threshold: keep a token that is not predicted at the mask step only if its cosine similarity to the
             final latents gains more than this over the mask step before; null keeps all.
         trajectory_source: condition the extra trajectories are drawn from. `composite`: each token's condition at the
@@ -68,13 +71,16 @@ class RolloutConfig(SamplingConfig):
     num_trajectories: int = 3
     critical_fraction: float = 0.3
     consistency_threshold: float | None = 0.0
-    trajectory_source: Literal["composite", "per_step"] = "composite"
+    trajectory_source: TrajectorySource = "composite"
     include_generating_trajectory: bool = False
-    loss_tokens: Literal["masked", "predicted"] = "masked"
+    loss_tokens: LossTokens = "masked"
     score_guided: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name, choices in (("trajectory_source", get_args(TrajectorySource)), ("loss_tokens", get_args(LossTokens))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; accepted: {', '.join(choices)}")
         if self.group_size < 2:
             raise ValueError(f"group_size is {self.group_size}; advantages need at least 2 images per prompt")
         if not 0.0 <= self.critical_fraction <= 1.0:

@@ -7,13 +7,14 @@ from typing import Any
 import lightning as L
 import torch
 
+from margrpo.diffusion.transition import Transition
 from margrpo.models.base import HybridModel
 from margrpo.rewards.base import Reward
 from margrpo.rewards.combiner import RewardCombiner
 from margrpo.rollout.config import RolloutConfig, SamplingConfig
 from margrpo.rollout.denoising import TokenDenoiser
 from margrpo.rollout.noise import SampleNoise, stable_seed
-from margrpo.rollout.plan import draw_plan
+from margrpo.rollout.plan import RolloutPlan, draw_plan
 from margrpo.rollout.prompts import HeldOutPrompts, PromptBatch, PromptStream, prompts_per_rank, read_prompts
 from margrpo.rollout.sampler import generate, roll_out
 from margrpo.rollout.types import Evaluation, Rollout
@@ -57,6 +58,8 @@ class RolloutDataModule(L.LightningDataModule):
         seed: int = 20,
     ) -> None:
         super().__init__()
+        if heldout_count is not None and heldout_count < 1:
+            raise ValueError(f"heldout_count is {heldout_count}; it must be at least 1, or null for all")
         self.train_prompts = train_prompts
         self.heldout_prompts = heldout_prompts
         self.predict_prompts = predict_prompts
@@ -71,11 +74,12 @@ class RolloutDataModule(L.LightningDataModule):
         self.records: dict[str, list[dict[str, Any]]] = {}
 
     def setup(self, stage: str) -> None:
-        """Read the prompt files of a stage, so that a bad one stops the run before any compute is spent."""
+        """Read the prompt files and draw a plan, so that what is wrong stops the run before any compute is spent."""
         trainer = self._trainer()
         if stage == "fit":
             self.records["fit"] = read_prompts(self.train_prompts)
             prompts_per_rank(self.prompts_per_step, trainer.world_size)
+            self.plan(self._model(), step=0)
         if stage in ("fit", "validate") and self.heldout_prompts is not None:
             self.records["validate"] = read_prompts(self.heldout_prompts)[: self.heldout_count]
         if stage == "predict":
@@ -107,14 +111,24 @@ class RolloutDataModule(L.LightningDataModule):
     def on_after_batch_transfer(self, batch: PromptBatch, dataloader_idx: int) -> Rollout | Evaluation:
         """Turn prompts into images and scores, with the policy as it is now."""
         trainer = self._trainer()
-        model = trainer.lightning_module.model
-        assert isinstance(model, HybridModel)
+        model = self._model()
         with trainer.precision_plugin.forward_context():
             if trainer.training:
                 rollout = self.roll_out(model, batch)
                 self.next_step = batch.step + 1
                 return rollout
             return self.evaluate(model, batch, score=not trainer.predicting)
+
+    def plan(self, model: HybridModel, step: int) -> tuple[Transition, RolloutPlan]:
+        """Draw the steps that a rollout trains, with the transition they belong to.
+
+        Raises:
+            ValueError: the model's schedules do not have the steps that the configuration asks for.
+        """
+        config = self.rollout
+        transition = model.transition(config.denoising_steps, config.noise_level, config.stochastic_steps)
+        schedule = model.mask_schedule(config.mask_steps)
+        return transition, draw_plan(config, schedule, transition.trainable_steps, self.seed, step)
 
     @torch.no_grad()
     def roll_out(self, model: HybridModel, batch: PromptBatch) -> Rollout:
@@ -123,9 +137,7 @@ class RolloutDataModule(L.LightningDataModule):
         started = time.perf_counter()
         prompts = [record["prompt"] for record in batch.records]
         condition = model.encode(prompts)
-        transition = model.transition(config.denoising_steps, config.noise_level, config.stochastic_steps)
-        schedule = model.mask_schedule(config.mask_steps)
-        plan = draw_plan(config, schedule, transition.trainable_steps, self.seed, batch.step)
+        transition, plan = self.plan(model, batch.step)
         seeds = [
             stable_seed(self.seed, batch.step, index, sample)
             for index in batch.indices
@@ -180,6 +192,11 @@ class RolloutDataModule(L.LightningDataModule):
     def _held_out(self, stage: str) -> HeldOutPrompts:
         trainer = self._trainer()
         return HeldOutPrompts(self.records[stage], self.evaluation_batch, trainer.global_rank, trainer.world_size)
+
+    def _model(self) -> HybridModel:
+        model = self._trainer().lightning_module.model
+        assert isinstance(model, HybridModel)
+        return model
 
     def _trainer(self) -> L.Trainer:
         assert self.trainer is not None, "the data module works inside a Trainer"

@@ -113,7 +113,7 @@ def build_mask_step(
 
     share = 1.0 / config.num_trajectories
     main = kept if config.include_generating_trajectory else kept & ~critical
-    main_weight = torch.where(critical, share, 1.0)
+    main_weight = torch.ones_like(kept, dtype=torch.float32).masked_fill(critical, share)
     places = kept.flatten().nonzero().squeeze(1)
     place_of = kept.flatten().cumsum(0) - 1
     parts = [_main_rows(record, main.flatten().nonzero().squeeze(1), main_weight.flatten())]

@@ -96,8 +96,8 @@ class TokenDenoiser:
 
         Args:
             conditions: of the tokens.
-            noise: fp32 [1 + D, M, C], the initial state followed by the noise of each transition;
-                the plain sampler of flow matching needs the first only.
+            noise: fp32 [1 + D, M, C], the initial state followed by the noise of each transition; deterministic ones
+                leave theirs unread.
             kept_steps: ascending denoising steps whose transitions are returned.
             plain: take the official sampler's steps, which for flow matching are deterministic.
 
@@ -109,11 +109,10 @@ class TokenDenoiser:
         kept: list[tuple[Tensor, Tensor, Tensor]] = []
         for step in range(self.transition.num_steps):
             prediction, conditional = self._predict(x, conditions, timesteps[step])
-            step_noise = noise[min(step + 1, len(noise) - 1)]
             if plain:
-                x = self.transition.plain_step(prediction, x, step, step_noise)
+                x = self.transition.plain_step(prediction, x, step, noise[step + 1])
                 continue
-            x_prev, mean, std = self.transition.sample(prediction, x, step, step_noise)
+            x_prev, mean, std = self.transition.sample(prediction, x, step, noise[step + 1])
             if step in kept_steps:
                 if conditions.guidance_scale is not None and not self.score_guided:
                     mean, std = self.transition.moments(conditional, x, step)

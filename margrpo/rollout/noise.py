@@ -1,6 +1,7 @@
 """Random numbers of a rollout: each sample's own, whatever batch, rank or order it is drawn in."""
 
 import hashlib
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
@@ -56,14 +57,17 @@ class SampleNoise:
         rows = []
         for seed in self.seeds:
             self.generator.manual_seed(stable_seed(seed, Stream.ORDER))
-            rows.append(torch.rand(self.num_tokens, generator=self.generator, device=self.generator.device))
+            rows.append(self._draw(torch.rand, self.num_tokens))
         return torch.stack(rows).argsort(dim=1)
 
     def normal(self, stream: Stream, index: int, tokens: Tensor, draws: int) -> Tensor:
         """Return fp32 normal numbers [draws, B, n, C]; equal for equal seeds, stream, index and shape."""
-        device = self.generator.device
-        out = torch.empty(draws, len(self.seeds), tokens.shape[1], self.channels, device=device)
-        for row, seed in enumerate(self.seeds):
+        rows = []
+        for seed in self.seeds:
             self.generator.manual_seed(stable_seed(seed, stream, index))
-            out[:, row] = torch.randn(draws, tokens.shape[1], self.channels, generator=self.generator, device=device)
-        return out
+            rows.append(self._draw(torch.randn, draws, tokens.shape[1], self.channels))
+        return torch.stack(rows, dim=1)
+
+    def _draw(self, sampler: Callable[..., Tensor], *shape: int) -> Tensor:
+        # Named, because Lightning's "true" half precisions change the default dtype.
+        return sampler(*shape, generator=self.generator, device=self.generator.device, dtype=torch.float32)

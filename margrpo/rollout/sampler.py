@@ -153,15 +153,15 @@ def roll_out(
                 trajectories = draw_trajectories(
                     denoiser, conditions, walk, index * config.extra_trajectories, config, kept_steps
                 )
-            keep_previous = config.checks_consistency and previous is not None
-            before = previous[:, -(stop - start) :] if keep_previous and previous is not None else None
+            before = previous[:, -(stop - start) :] if config.checks_consistency and previous is not None else None
             records.append(
                 StepRecord(
                     index, start, predicted_stop, conditions, kept_steps, trace, end_points, before, trajectories
                 )
             )
         previous = end_points if index in plan.complete else None
-        composite.append(z.unflatten(0, (-1, stop - start))[:batch, :count])
+        # A copy: a view would keep the conditions of all tokens, at every step, until the end.
+        composite.append(z.unflatten(0, (-1, stop - start))[:batch, :count].clone())
         walk.put(end_points[:, :count])
 
     in_order = walk.order[..., None].expand(-1, -1, model.token_channels)

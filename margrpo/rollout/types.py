@@ -42,7 +42,8 @@ class MaskStep:
         start: tokens known before the step, the first in decoding order.
         stop: tokens known after it.
         decisions: what is trained at it.
-        shares: share of the unknown tokens that are critical, consistent and trained; each in [0, 1].
+        shares: share of the tokens denoised for training at the step that are `critical` and `consistent`, and of all
+            unknown tokens that are `trained`; each in [0, 1].
     """
 
     index: int

@@ -71,7 +71,7 @@ def flat_loss(rollout: DenseRollout, switches: Switches) -> Tensor:
         kept = kept & consistent(gain, rollout.predicted, switches.threshold)
     critical = torch.zeros_like(kept)
     if switches.num_trajectories:
-        critical = top_fraction(uncertainty(rollout.end_points[1:]), switches.critical_fraction, rollout.unknown)
+        critical = top_fraction(uncertainty(rollout.end_points[1:]), switches.critical_fraction)
     taken = torch.stack([kept & ~critical] + [kept & critical] * switches.num_trajectories)
     path, image, token = taken.nonzero().repeat(STEPS, 1).unbind(1)
     step = torch.arange(STEPS).repeat_interleave(len(path) // STEPS)
@@ -104,9 +104,8 @@ def looped_advantage(rollout: DenseRollout, image: int, config: ObjectiveConfig)
 def looped_critical(rollout: DenseRollout, image: int, fraction: float) -> list[int]:
     scores = {}
     for token in range(TOKENS):
-        if rollout.unknown[image, token]:
-            by_channel = [statistics.pstdev(rollout.end_points[1:, image, token, c].tolist()) for c in range(CHANNELS)]
-            scores[token] = statistics.fmean(by_channel)
+        by_channel = [statistics.pstdev(rollout.end_points[1:, image, token, c].tolist()) for c in range(CHANNELS)]
+        scores[token] = statistics.fmean(by_channel)
     return sorted(scores, key=lambda token: -scores[token])[: round(fraction * len(scores))]
 
 

@@ -27,9 +27,8 @@ def recorded(data_dir: Path) -> dict[str, Tensor]:
     return load_file(data_dir / "nova/loss_flow.safetensors")
 
 
-def looped_selection(scores: list[float], fraction: float, eligible: list[bool]) -> list[bool]:
-    candidates = [token for token in range(len(scores)) if eligible[token]]
-    candidates.sort(key=lambda token: (-scores[token], token))
+def looped_selection(scores: list[float], fraction: float) -> list[bool]:
+    candidates = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     chosen = candidates[: round(fraction * len(candidates))]
     return [token in chosen for token in range(len(scores))]
 
@@ -73,15 +72,13 @@ def test_consistent_tokens_equal_those_of_the_published_release(recorded: dict[s
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.25, 0.3, 0.5, 0.7, 1.0])
-@pytest.mark.parametrize("share_eligible", [0.0, 0.6, 1.0])
-def test_the_top_fraction_equals_that_of_a_loop(fraction: float, share_eligible: float) -> None:
+def test_the_top_fraction_equals_that_of_a_loop(fraction: float) -> None:
     # Rounded scores: many are equal.
     scores = random_tensor(8, 23).mul(2).round()
-    eligible = torch.rand(8, 23, generator=torch.Generator().manual_seed(1)) < share_eligible
-    actual = top_fraction(scores, fraction, eligible)
+    actual = top_fraction(scores, fraction)
     assert actual.dtype == torch.bool
     for image in range(8):
-        assert actual[image].tolist() == looped_selection(scores[image].tolist(), fraction, eligible[image].tolist())
+        assert actual[image].tolist() == looped_selection(scores[image].tolist(), fraction)
 
 
 def test_every_image_gets_exactly_the_fraction_with_halves_rounded_to_even() -> None:
@@ -93,15 +90,6 @@ def test_every_image_gets_exactly_the_fraction_with_halves_rounded_to_even() -> 
 
 def test_the_lowest_tokens_win_a_tie() -> None:
     assert top_fraction(torch.ones(1, 6), 0.5).tolist() == [[True, True, True, False, False, False]]
-    eligible = torch.tensor([[False, True, False, True, True, True]])
-    assert top_fraction(torch.ones(1, 6), 0.5, eligible).tolist() == [[False, True, False, True, False, False]]
-
-
-def test_ineligible_tokens_are_never_selected_even_with_the_highest_scores() -> None:
-    scores = torch.tensor([[9.0, 1.0, 8.0, 2.0]])
-    eligible = torch.tensor([[False, True, False, True]])
-    assert top_fraction(scores, 1.0, eligible).tolist() == eligible.tolist()
-    assert top_fraction(scores, 0.5, eligible).tolist() == [[False, False, False, True]]
 
 
 def test_consistency_gain_is_the_gain_in_cosine_similarity() -> None:

@@ -18,6 +18,8 @@ from margrpo.rollout.plan import draw_plan
         ({"trained_denoising_steps": 26}, r"trained_denoising_steps is 26.*\[1, 25\]"),
         ({"trained_denoising_steps": 0}, r"trained_denoising_steps is 0.*\[1, 25\]"),
         ({"consistency_threshold": 3.0}, r"consistency_threshold is 3.0.*\[-2, 2\]"),
+        ({"trajectory_source": "per-step"}, "trajectory_source is 'per-step'; accepted: composite, per_step"),
+        ({"loss_tokens": "all"}, "loss_tokens is 'all'; accepted: masked, predicted"),
         ({"guidance_scale": 0.5}, "guidance_scale is 0.5.*at least 1"),
         ({"mask_steps": 0, "trained_mask_steps": 0}, "mask_steps is 0.*at least 1"),
     ],

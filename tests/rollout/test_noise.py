@@ -50,3 +50,17 @@ def test_stable_seed_never_changes():
     assert stable_seed(20, 0, 5, 1) == stable_seed(20, 0, 5, 1)
     assert stable_seed(20, 0, 5, 1) != stable_seed(20, 0, 51)
     assert 0 <= stable_seed(-1) < 2**63
+
+
+def test_noise_and_order_do_not_follow_the_default_dtype():
+    noise = SampleNoise([3], 64, 4, CPU)
+    order, normal = noise.order(), noise.normal(Stream.PREDICTED, 0, TOKENS, 2)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(noise.order(), order)
+        drawn = noise.normal(Stream.PREDICTED, 0, TOKENS, 2)
+    finally:
+        torch.set_default_dtype(default)
+    assert drawn.dtype == torch.float32
+    assert torch.equal(drawn, normal)

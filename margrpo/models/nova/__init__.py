@@ -1,4 +1,4 @@
-"""NOVA (arXiv 2412.14169): architecture, checkpoint layout and sampling defaults."""
+"""NOVA (arXiv 2412.14169): architecture, checkpoint layout and mask schedule."""
 
 from margrpo.models.nova.model import NOVA
 

@@ -20,7 +20,8 @@ def space_table(rows: int, columns: int, width: int) -> Tensor:
 def frequency_angles(positions: Tensor, channels: int) -> Tensor:
     """Angles of a sinusoidal embedding, fp32 [K, channels / 2], for positions [K] of any unit."""
     half = channels // 2
-    frequencies = torch.exp(-math.log(10000.0) / half * torch.arange(half, device=positions.device))
+    steps = torch.arange(half, dtype=torch.float32, device=positions.device)
+    frequencies = torch.exp(-math.log(10000.0) / half * steps)
     return positions.float()[:, None] * frequencies
 
 

@@ -43,6 +43,7 @@ COMPONENTS = {
 }
 """Class names accepted in `model_index.json`; the modules named beside them are code and are never imported."""
 
+INDEX = "model_index.json"
 SCHEDULERS = {"FlowMatchEulerDiscreteScheduler": FlowMatchEulerDiscreteScheduler, "DDPMScheduler": DDPMScheduler}
 HEAD_PREFIX = "image_decoder."
 WEIGHTS_STEM = "diffusion_pytorch_model"
@@ -224,16 +225,14 @@ def component_classes(source: Path) -> dict[str, str]:
     Raises:
         CheckpointError: a component is missing, its folder is, or its class is not one NOVA has.
     """
-    index = read_json(source / "model_index.json")
+    index = read_json(source / INDEX)
     names = {}
     for component, accepted in COMPONENTS.items():
         entry = index.get(component)
         if not isinstance(entry, list) or len(entry) != 2:
-            raise CheckpointError(f"{source / 'model_index.json'}: no [module, class] entry for {component}")
+            raise CheckpointError(f"{source / INDEX}: no [module, class] entry for {component}")
         if entry[1] not in accepted:
-            raise CheckpointError(
-                f"{source / 'model_index.json'}: {component} is a {entry[1]}; accepted: {', '.join(accepted)}"
-            )
+            raise CheckpointError(f"{source / INDEX}: {component} is a {entry[1]}; accepted: {', '.join(accepted)}")
         if not (source / component).is_dir():
             raise CheckpointError(f"{source / component}: missing")
         names[component] = entry[1]
@@ -276,8 +275,14 @@ def _cast(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _copy_frozen(source: Path, target: Path) -> None:
-    """Copy every file but the transformer's weights, without permissions: a checkpoint may be on a read-only share."""
-    for file in sorted(source.rglob("*")):
+    """Copy the index and the components but the transformer's weights.
+
+    Permissions are not copied, because a checkpoint may be on a read-only share; nor is anything else that lies beside
+    the components.
+    """
+    target.mkdir()
+    shutil.copyfile(source / INDEX, target / INDEX)
+    for file in sorted(path for component in COMPONENTS for path in (source / component).rglob("*")):
         relative = file.relative_to(source)
         is_replaced = relative.parent == Path("transformer") and file.name.startswith(WEIGHTS_STEM)
         if file.is_file() and not is_replaced:
