@@ -27,7 +27,7 @@ from transformers import CodeGenTokenizerFast, PhiConfig, PhiForCausalLM
 
 from margrpo.models.nova.config import NOVAConfig
 from margrpo.models.nova.layers import patchify
-from margrpo.models.nova.model import NOVA, NOVATransformer
+from margrpo.models.nova.model import NOVA, NOVATransformer, official_weights
 from margrpo.rewards.shapes import ShapesReward
 from margrpo.rollout.config import SamplingConfig
 from margrpo.rollout.denoising import TokenDenoiser
@@ -329,8 +329,7 @@ def set_values(parameters: list[Tensor], values: list[Tensor]) -> None:
 def save(trainee: Trainee, settings: Settings) -> None:
     """Write the trained parts into the working checkpoint."""
     model = trainee.model
-    head = {f"image_decoder.{k}": v for k, v in model.head.state_dict().items()}
-    save_transformer({**model.policy.state_dict(), **head}, settings.work / "transformer")
+    save_transformer(official_weights(model.policy, model.head), settings.work / "transformer")
     file = settings.work / "text_encoder" / "model.safetensors"
     trained = {f"model.{k}": v.detach().clone() for k, v in model.text_encoder.encoder.state_dict().items()}
     save_file({**load_file(file), **trained}, file, metadata={"format": "pt"})

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from margrpo.rewards.rules import direction_of
+
 Record = dict[str, Any]
 """A prompt with the fields of the published training data: prompt, task_type, nouns and, where they apply, attr_nouns,
 spatial_info {obj1, obj2, locality} and numeracy_info [{obj_name, num}]."""
@@ -25,19 +27,6 @@ COLOURS = {
     "white": (240, 240, 240),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-LOCALITIES = {
-    "left of": "left",
-    "on the left of": "left",
-    "right of": "right",
-    "on the right of": "right",
-    "above": "above",
-    "on top of": "above",
-    "below": "below",
-    "on the bottom of": "below",
-    "next to": "near",
-}
-"""Localities of the training data, and the relation each asks for."""
-
 PHRASES = {
     "left of": "{} to the left of {}",
     "on the left of": "{} on the left of {}",
@@ -49,6 +38,10 @@ PHRASES = {
     "on the bottom of": "{} on the bottom of {}",
     "next to": "{} next to {}",
 }
+"""How a prompt words each locality."""
+
+LOCALITIES = {locality: direction_of(locality) for locality in PHRASES}
+"""The direction that each locality asks for."""
 NUMBERS = ("one", "two", "three", "four")
 MOST_OBJECTS = 4
 RADIUS = (14.0, 20.0)

@@ -50,6 +50,11 @@ WEIGHTS_STEM = "diffusion_pytorch_model"
 TRAINER_PREFIXES = ("module.", "transformer.", "model.")
 
 
+def official_weights(policy: nn.Module, head: nn.Module) -> dict[str, Tensor]:
+    """Weights of policy and head under the key names of the official transformer."""
+    return {**policy.state_dict(), **{HEAD_PREFIX + key: value for key, value in head.state_dict().items()}}
+
+
 class NOVATransformer(nn.Module):
     """Policy and head under the key names of the official transformer."""
 
@@ -60,7 +65,7 @@ class NOVATransformer(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """Return the official keys."""
-        return {**self.policy.state_dict(), **{HEAD_PREFIX + k: v for k, v in self.head.state_dict().items()}}
+        return official_weights(self.policy, self.head)
 
     def assign(self, weights: dict[str, Tensor], source: str) -> None:
         """Take over weights under official keys; raises CheckpointError when keys or shapes differ."""
@@ -210,7 +215,7 @@ class NOVA(HybridModel):
         if path.exists():
             raise FileExistsError(f"{path}: already exists; name a new directory")
         path.parent.mkdir(parents=True, exist_ok=True)
-        weights = {**self.policy.state_dict(), **{HEAD_PREFIX + k: v for k, v in self.head.state_dict().items()}}
+        weights = official_weights(self.policy, self.head)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
             target = Path(scratch) / "checkpoint"
             _copy_frozen(self.source, target)
