@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from margrpo.diffusion.transition import Transition
@@ -28,10 +29,13 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def denoise(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """Predict from noisy tokens x [M, C] and the sum of both embeddings [M, W]; returns [M, C]."""
+        """Predict from noisy tokens x [..., C] and the sum of both embeddings [..., W]; leading dimensions broadcast.
+
+        Returns [..., C], or wider where the head predicts the variance too.
+        """
 
     def forward(self, x: Tensor, timesteps: Tensor, z: Tensor) -> Tensor:
-        """Predict [M, C] from noisy tokens x [M, C], their timesteps fp32 [M] and their conditions z [M, E]."""
+        """Run `denoise` on noisy tokens x [M, C] with their timesteps fp32 [M] and their conditions z [M, E]."""
         return self.denoise(x, self.embed_condition(z) + self.embed_timestep(timesteps))
 
 
@@ -53,7 +57,11 @@ class HybridModel(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, prompts: list[str]) -> Condition:
-        """Run the frozen text side on P prompts."""
+        """Run the frozen text side on P prompts; what it cannot take of a long one is cut off."""
+
+    @abstractmethod
+    def count_truncated(self, prompts: list[str]) -> int:
+        """Count the prompts of which `encode` cuts something off."""
 
     @abstractmethod
     def unconditional(self) -> Condition:
@@ -114,5 +122,13 @@ def expand_row(row: dict[str, Tensor], count: int) -> dict[str, Tensor]:
 
 
 def concatenate_rows(first: dict[str, Tensor], second: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the rows of two conditions or prefixes."""
-    return {name: torch.cat([first[name], second[name]]) for name in first}
+    """Stack the rows of two conditions or prefixes; along dimension 1 the shorter rows are padded with zeros."""
+    stacked = {}
+    for name, tensor in first.items():
+        length = max(tensor.shape[1], second[name].shape[1])
+        stacked[name] = torch.cat([_padded(tensor, length), _padded(second[name], length)])
+    return stacked
+
+
+def _padded(rows: Tensor, length: int) -> Tensor:
+    return F.pad(rows, (0, 0) * (rows.dim() - 2) + (0, length - rows.shape[1]))
