@@ -1,0 +1,1 @@
+"""Parts of the stability report: reading runs, measuring them, drawing, and laying out the page."""
