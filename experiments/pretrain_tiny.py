@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,26 @@ from margrpo.rollout.config import SamplingConfig
 from margrpo.rollout.denoising import TokenDenoiser
 from margrpo.rollout.noise import SampleNoise, stable_seed
 from margrpo.rollout.sampler import generate
-from margrpo.shapes.grammar import BACKGROUND, prompts, sample_scene
+from margrpo.shapes.grammar import (
+    BACKGROUND,
+    COLOURS,
+    GAP,
+    MARGIN,
+    RADIUS,
+    SHAPES,
+    SIDE,
+    Placed,
+    Scene,
+    prompts,
+    sample_scene,
+)
 from margrpo.shapes.renderer import render_batch
+
+SHRINK = 0.55
+"""Smallest factor of a radius in the training scenes."""
+
+EXTRA_SHARE = 0.5
+"""Share of training scenes in which an object is added where there is room."""
 
 END_OF_TEXT = "<|endoftext|>"
 CONFIG = NOVAConfig(
@@ -59,7 +77,7 @@ class Settings:
     vae_steps: int = 1500
     vae_batch: int = 16
     scenes: int = 40_000
-    steps: int = 4000
+    steps: int = 3600
     batch: int = 64
     head_repeats: int = 3
     learning_rate: float = 1.5e-3
@@ -69,11 +87,31 @@ class Settings:
     evaluate_every: int = 1000
 
 
-def draw_scenes(count: int, seed: int) -> tuple[list[str], np.ndarray]:
-    """Draw training prompts with a scene of each: prompts, uint8 [count, 3, 128, 128]."""
+def draw_scenes(count: int, seed: int, *, loose: bool) -> tuple[list[str], np.ndarray]:
+    """Draw training prompts with a scene of each, exact or loose: prompts, uint8 [count, 3, 128, 128]."""
     drawn = prompts(count, seed=seed, held_out=False)
     rng = np.random.default_rng(seed)
-    return [p["prompt"] for p in drawn], np.asarray(render_batch([sample_scene(p, rng) for p in drawn]))
+    scenes = [sample_scene(record, rng) for record in drawn]
+    if loose:
+        scenes = [loosen(scene, rng) for scene in scenes]
+    return [record["prompt"] for record in drawn], np.asarray(render_batch(scenes))
+
+
+def loosen(scene: Scene, rng: np.random.Generator) -> Scene:
+    """Make a scene fit its prompt only loosely: objects shrink, and half of the scenes gain one nobody asked for.
+
+    Captions found in the world leave things out too. What the verifier asks for beyond them is left to the reward.
+    """
+    smallest, largest = RADIUS
+    loose = [replace(thing, radius=thing.radius * rng.uniform(SHRINK, 1.0)) for thing in scene]
+    if rng.random() < EXTRA_SHARE:
+        radius = rng.uniform(SHRINK * smallest, largest)
+        x, y = rng.uniform(radius + MARGIN, SIDE - radius - MARGIN, size=2)
+        shape, colour = SHAPES[rng.integers(len(SHAPES))], list(COLOURS)[rng.integers(len(COLOURS))]
+        extra = Placed(shape, colour, float(x), float(y), float(radius))
+        if all(math.hypot(x - other.x, y - other.y) >= extra.reach + other.reach + GAP for other in loose):
+            loose.append(extra)
+    return loose
 
 
 def to_unit(images: np.ndarray | Tensor) -> Tensor:
@@ -122,7 +160,7 @@ def train_vae(settings: Settings) -> None:
     )
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=settings.vae_steps, pct_start=0.1)
-    _, pool = draw_scenes(8000, settings.seed + 1)
+    _, pool = draw_scenes(8000, settings.seed + 1, loose=False)
     background = to_unit(torch.tensor(BACKGROUND))[:, None, None]
     rng = np.random.default_rng(settings.seed)
     for step in range(settings.vae_steps):
@@ -152,7 +190,7 @@ def encode_scenes(settings: Settings) -> None:
     vae = AutoencoderKL.from_pretrained(settings.work / "vae")
     texts, tokens = [], []
     for seed in range(settings.scenes // 1000):
-        chunk_texts, images = draw_scenes(1000, stable_seed(settings.seed, seed) % 2**32)
+        chunk_texts, images = draw_scenes(1000, stable_seed(settings.seed, seed) % 2**32, loose=True)
         with torch.no_grad():
             latents = torch.cat([vae.encode(to_unit(part)).latent_dist.mode() for part in np.split(images, 20)])
         texts += chunk_texts
