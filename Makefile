@@ -8,6 +8,9 @@ DEVICES ?= 1
 # Further options of the command line, such as ARGS="--model.optimizer.learning_rate 5e-5".
 ARGS ?=
 LOGDIR ?= runs
+SWEEP ?= experiments/ablations/components.yaml
+# What the report compares: run directories, or directories above them.
+RUNS ?= $(LOGDIR)
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread: the tests' tensors are small, and threads that wait for a busy core slow them down many times over.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup train-nova test test-fast lint format tensorboard bench rewards clean
+.PHONY: help setup train-nova test test-fast lint format tensorboard sweep report bench rewards clean
 
 help: ## Show the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -49,6 +52,12 @@ format: $(STAMP) ## Format the code.
 
 tensorboard: $(STAMP) ## Show the curves of all runs.
 	$(BIN)/tensorboard --logdir $(LOGDIR)
+
+sweep: $(STAMP) ## Run an ablation: SWEEP=experiments/ablations/….yaml, ARGS="--jobs 2", or "--dry-run" to list its runs.
+	$(BIN)/python experiments/sweep.py $(SWEEP) $(ARGS)
+
+report: $(STAMP) ## Compare runs: RUNS=runs/… gives one page, RUNS/report/index.html, and tables.
+	$(BIN)/python experiments/report.py $(RUNS) $(ARGS)
 
 bench: $(STAMP) ## Measure rollout and update against plain generation.
 	$(BIN)/python experiments/bench.py

@@ -29,7 +29,7 @@ from margrpo.rollout.noise import SampleNoise
 from margrpo.rollout.plan import draw_plan
 from margrpo.rollout.sampler import generate, roll_out
 from margrpo.rollout.types import Rollout
-from margrpo.update import mask_step_loss
+from margrpo.update import Reference, image_prefix, mask_step_loss
 
 PUBLISHED = {
     "rollout_ratio": 4.2,
@@ -113,22 +113,24 @@ class Bench:
     def update(self, rollout: Rollout) -> int:
         """Forward and backward over every trained mask step; returns head-token evaluations."""
         advantage = group_advantages(rollout.rewards, ROLLOUT.group_size, "group").values
-        denoiser, reference = self.denoiser(), self.denoiser()
+        denoiser = self.denoiser()
+        with torch.no_grad():
+            reference = Reference(self.reference, self.denoiser(), image_prefix(self.model, self.reference, rollout))
         for mask_step in rollout.mask_steps:
             loss, _ = mask_step_loss(
                 self.model,
-                self.reference,
+                reference,
                 rollout,
                 mask_step,
                 advantage,
                 ObjectiveConfig(),
                 denoiser,
-                reference,
                 on_policy=True,
+                total_weight=mask_step.decisions.weight.sum(),
             )
             (loss / len(rollout.mask_steps)).backward()
         self.model.zero_grad()
-        return denoiser.head_tokens + reference.head_tokens
+        return denoiser.head_tokens + reference.denoiser.head_tokens
 
 
 def timed(phase: Callable[[], T]) -> tuple[float, T]:

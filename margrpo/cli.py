@@ -7,6 +7,7 @@ import jsonargparse
 import torch
 import yaml
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from torch import Tensor
 
 from margrpo.models.base import HybridModel
 from margrpo.models.checkpoint import CheckpointError
@@ -14,6 +15,7 @@ from margrpo.module import MARGRPO
 from margrpo.rollout.datamodule import RolloutDataModule
 
 EXPORT_HELP = "margrpo export --help: write the policy of a training checkpoint in the official layout of its family"
+ACCEPTED_CHECKPOINT = "a .ckpt file that `margrpo fit` wrote"
 
 
 class RunCLI(LightningCLI):
@@ -51,14 +53,32 @@ def load_trained_weights(model: HybridModel, file: Path) -> None:
     Raises:
         CheckpointError: the file is not a training checkpoint of this model.
     """
-    state = torch.load(file, map_location="cpu", weights_only=True).get("state_dict", {})
+    state = read_training_checkpoint(file)
     weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
     expected = model.state_dict()
     wrong = [key for key, value in weights.items() if key not in expected or expected[key].shape != value.shape]
     missing = [key for key in expected if key.startswith("policy.") and key not in weights]
     if wrong or missing:
-        raise CheckpointError(f"{file}: {(wrong + missing)[0]} does not fit the model of the run")
+        problem = f"{wrong[0]} does not fit the model of the run" if wrong else f"lacks {missing[0]}"
+        raise CheckpointError(f"{file}: {problem}; expected {ACCEPTED_CHECKPOINT} with this model")
     model.load_state_dict(weights, strict=False)
+
+
+def read_training_checkpoint(file: Path) -> dict[str, Tensor]:
+    """Read the weights of a training checkpoint on the CPU.
+
+    Raises:
+        CheckpointError: the file is corrupt, or something else.
+    """
+    try:
+        checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the unpickler runs into: on a text file, a KeyError
+        raise CheckpointError(
+            f"{file}: cannot be read ({type(error).__name__}); expected {ACCEPTED_CHECKPOINT}"
+        ) from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise CheckpointError(f"{file}: has no state_dict; expected {ACCEPTED_CHECKPOINT}")
+    return checkpoint["state_dict"]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,20 +1,22 @@
 """The LightningModule of MAR-GRPO: policy, frozen head, frozen reference, and the update on a rollout."""
 
 import copy
-import time
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import lightning as L
 import torch
 from torch import Tensor, nn
 
+from margrpo.clock import time_when_done
 from margrpo.models.base import HybridModel
-from margrpo.objective.advantage import group_advantages
+from margrpo.objective.advantage import Advantages, group_advantages
 from margrpo.objective.loss import ObjectiveConfig, image_nats
 from margrpo.rollout.denoising import TokenDenoiser
+from margrpo.rollout.diversity import group_diversity
 from margrpo.rollout.types import Evaluation, MaskStep, Rollout
-from margrpo.update import mask_step_loss
+from margrpo.update import Reference, image_prefix, mask_step_loss
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ class MARGRPO(L.LightningModule):
         max_skipped_updates: an update whose gradient is not finite is skipped; the run stops after so many in a row.
     """
 
+    gradient_norm: Tensor
+    """L2 norm of the last gradient over all trained parameters, before clipping."""
+
     def __init__(
         self,
         model: HybridModel,
@@ -99,7 +104,20 @@ class MARGRPO(L.LightningModule):
         self.max_skipped_updates = max_skipped_updates
         self.skipped_in_a_row = 0
         self.skipped_updates = 0
+        self.heldout_rewards: dict[str, list[Tensor]] = {}
         self.eval()
+
+    def setup(self, stage: str) -> None:
+        """Check the precision of training.
+
+        Raises:
+            ValueError: it is fp16.
+        """
+        if stage == "fit" and self.trainer.precision in ("16-mixed", "16-true"):
+            raise ValueError(
+                f"trainer.precision is {self.trainer.precision}, but fp16 needs a scaled loss, which the update does "
+                "not support; accepted: bf16-mixed, 32-true"
+            )
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW over the policy, and the head where it is trained."""
@@ -125,56 +143,65 @@ class MARGRPO(L.LightningModule):
             the trained decisions; `kl_image_nats`: the same summed over the channels, tokens and stochastic denoising
             steps of an image; `seconds`: of the update.
         """
-        started = time.perf_counter()
-        advantages = group_advantages(rollout.rewards, rollout.config.group_size, self.objective.advantage_scale)
+        started = time_when_done(self.device)
         config = rollout.config
+        rewards = self._all_rewards(rollout)
+        advantages = group_advantages(rewards["reward/train"], config.group_size, self.objective.advantage_scale)
+        advantage = advantages.values.view(self.trainer.world_size, -1)[self.global_rank]
         transition = self.model.transition(config.denoising_steps, config.noise_level, config.stochastic_steps)
         denoiser = TokenDenoiser(self.model.head, transition, score_guided=config.score_guided)
         reference_denoiser = TokenDenoiser(
             self.initial_head or self.model.head, transition, score_guided=config.score_guided
         )
-        per_update = len(rollout.mask_steps) if self.mask_steps_per_update == "all" else 1
+        with torch.no_grad():
+            reference = Reference(self.reference, reference_denoiser, image_prefix(self.model, self.reference, rollout))
+        # Ranks average their gradients: divided by the mean of their weights, that is the gradient over all samples.
+        weights = torch.stack([mask_step.decisions.weight.sum() for mask_step in rollout.mask_steps])
+        total_weights = self.trainer.strategy.reduce(weights, reduce_op="mean")
+        steps = list(zip(rollout.mask_steps, total_weights, strict=True))
+        per_update = len(steps) if self.mask_steps_per_update == "all" else 1
         metrics: dict[int, dict[str, Tensor]] = {}
         for _ in range(self.num_iterations):
-            for first in range(0, len(rollout.mask_steps), per_update):
-                mask_steps = rollout.mask_steps[first : first + per_update]
-                for mask_step in mask_steps:
+            for first in range(0, len(steps), per_update):
+                of_update = steps[first : first + per_update]
+                for mask_step, total_weight in of_update:
                     loss, metrics[mask_step.index] = self.mask_step_loss(
-                        rollout, mask_step, advantages.values, denoiser, reference_denoiser
+                        rollout, mask_step, total_weight, advantage, denoiser, reference
                     )
-                    self.manual_backward(loss / len(mask_steps))
+                    self.manual_backward(loss / len(of_update))
                 self.optimizer_step_if_finite()
-        head_tokens = denoiser.head_tokens + reference_denoiser.head_tokens
-        self._log_rollout(rollout, advantages.group_std, advantages.zero_std_groups, advantages.invalid)
-        self._log_update(metrics, head_tokens, time.perf_counter() - started)
+        seconds = time_when_done(self.device) - started
+        self._log_rollout(rollout, rewards, advantages)
+        self._log_update(metrics, denoiser.head_tokens + reference_denoiser.head_tokens, seconds)
         kl = {index: values["kl"] for index, values in metrics.items()}
         mean_kl = torch.stack(list(kl.values())).mean()
         sizes = self.model.token_channels, self.model.num_tokens, len(transition.trainable_steps)
         return {
             "kl": kl,
             "kl_image_nats": image_nats(mean_kl, *sizes),
-            "seconds": time.perf_counter() - started,
+            "seconds": seconds,
         }
 
     def mask_step_loss(
         self,
         rollout: Rollout,
         mask_step: MaskStep,
+        total_weight: Tensor,
         advantage: Tensor,
         denoiser: TokenDenoiser,
-        reference_denoiser: TokenDenoiser,
+        reference: Reference,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one trained mask step and its metrics; see `margrpo.update.mask_step_loss`."""
         return mask_step_loss(
             self.model,
-            self.reference,
+            reference,
             rollout,
             mask_step,
             advantage,
             self.objective,
             denoiser,
-            reference_denoiser,
             on_policy=self.num_iterations == 1 and self.mask_steps_per_update == "all",
+            total_weight=total_weight,
         )
 
     def optimizer_step_if_finite(self) -> None:
@@ -186,8 +213,8 @@ class MARGRPO(L.LightningModule):
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, L.pytorch.core.optimizer.LightningOptimizer)
         assert isinstance(schedule, torch.optim.lr_scheduler.LRScheduler)
-        norm = torch.nn.utils.get_total_norm(self._gradients())
-        if torch.isfinite(norm):
+        self.gradient_norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        if torch.isfinite(self.gradient_norm):
             self.skipped_in_a_row = 0
             optimizer.step()
             schedule.step()
@@ -197,25 +224,36 @@ class MARGRPO(L.LightningModule):
         optimizer.zero_grad()
         if self.skipped_in_a_row >= self.max_skipped_updates:
             raise NonFiniteError(
-                f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (norm {norm.item()}); "
-                "lower the learning rate, or look at the rewards and stability/ratio_deviation"
+                f"the gradient was not finite in {self.skipped_in_a_row} updates in a row (norm "
+                f"{self.gradient_norm.item()}); lower the learning rate, or look at the rewards and "
+                "stability/ratio_deviation"
             )
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip; callbacks have seen the gradient by then."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, self.optimizer_config.max_gradient_norm)
+        nn.utils.clip_grads_with_norm_(parameters, self.optimizer_config.max_gradient_norm, self.gradient_norm)
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the previous validation."""
+        self.heldout_rewards = {}
 
     def validation_step(self, evaluation: Evaluation, batch_idx: int) -> None:
-        """Log the mean held-out reward, in all and by scorer; images without a reward are left out."""
+        """Keep the held-out rewards, in all and by scorer."""
         assert evaluation.rewards is not None
-        rewards = {"reward/heldout": evaluation.rewards}
-        rewards |= {f"reward/heldout_{name}": values for name, values in evaluation.rewards_by_scorer.items()}
-        for name, values in rewards.items():
+        by_scorer = {f"reward/heldout_{name}": values for name, values in evaluation.rewards_by_scorer.items()}
+        for name, values in {"reward/heldout": evaluation.rewards, **by_scorer}.items():
+            self.heldout_rewards.setdefault(name, []).append(values)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the mean held-out rewards of all ranks; images without a reward are left out, NaN when none is left."""
+        for name, parts in self.heldout_rewards.items():
+            values = torch.cat(parts)
             known = values[values.isfinite()]
-            if len(known):
-                shown = name == "reward/heldout"
-                self.log(name, known.mean(), batch_size=len(known), on_epoch=True, sync_dist=True, prog_bar=shown)
+            # Not Lightning's own mean over ranks: it rounds the mean number of images down to an integer.
+            sums = torch.stack([known.sum(), known.new_tensor(len(known))])
+            total, count = self.trainer.strategy.reduce(sums, reduce_op="sum")
+            self.log(name, total / count, sync_dist=True, prog_bar=name == "reward/heldout")
 
     def predict_step(self, evaluation: Evaluation, batch_idx: int) -> list[int]:
         """Say which prompts were drawn; the images themselves go to disk by a callback, they would fill the memory."""
@@ -243,29 +281,33 @@ class MARGRPO(L.LightningModule):
         prefixes = ("model.policy.", "model.head.") if self.train_head else ("model.policy.",)
         return [key for key in self.state_dict() if key.startswith(prefixes)]
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+    def _all_rewards(self, rollout: Rollout) -> dict[str, Tensor]:
+        """Gather the rewards of all ranks, in all and by scorer, each fp32 [ranks * B] under the name of its curve."""
+        by_scorer = {f"reward/train_{name}": values for name, values in rollout.rewards_by_scorer.items()}
+        gathered = self.all_gather({"reward/train": rollout.rewards, **by_scorer})
+        return {name: values.flatten() for name, values in gathered.items()}
 
-    def _log_rollout(self, rollout: Rollout, group_std: Tensor, zero_std_groups: int, invalid: int) -> None:
-        rewards = rollout.rewards[rollout.rewards.isfinite()]
-        values = {
-            "reward/train": rewards.mean(),
-            "reward/group_std": group_std.mean(),
-            "reward/zero_std_groups": zero_std_groups / len(group_std),
-            "reward/invalid_images": float(invalid),
-            "rollout/head_tokens": float(rollout.head_tokens),
-            **{
-                f"reward/train_{name}": scores[scores.isfinite()].mean()
-                for name, scores in rollout.rewards_by_scorer.items()
+    def _log_rollout(self, rollout: Rollout, rewards: dict[str, Tensor], advantages: Advantages) -> None:
+        means = {name: values[values.isfinite()].mean() for name, values in rewards.items()}
+        self.log("reward", means["reward/train"], prog_bar=True, logger=False)
+        self.log_dict(
+            {
+                **means,
+                "reward/group_std": advantages.group_std.mean(),
+                "reward/zero_std_share": advantages.zero_std_groups / len(advantages.group_std),
+                "reward/invalid_images": float(advantages.invalid),
+            }
+        )
+        shares = [mask_step.shares for mask_step in rollout.mask_steps]
+        self.log_dict(
+            {
+                **{f"rollout/{name}_share": fmean(share[name] for share in shares) for name in shares[0]},
+                "rollout/diversity": group_diversity(rollout.images, rollout.config.group_size),
+                **{f"time/{phase}": seconds for phase, seconds in rollout.seconds.items()},
             },
-            **{f"time/{phase}": seconds for phase, seconds in rollout.seconds.items()},
-        }
-        for share in rollout.mask_steps[0].shares:
-            values[f"rollout/{share}_tokens"] = sum(s.shares[share] for s in rollout.mask_steps) / len(
-                rollout.mask_steps
-            )
-        self.log_dict(values, batch_size=len(rollout.rewards))
-        self.log("reward", rewards.mean(), prog_bar=True, logger=False, batch_size=len(rollout.rewards))
+            sync_dist=True,
+        )
+        self.log("rollout/head_tokens", float(rollout.head_tokens), sync_dist=True, reduce_fx="sum")
 
     def _log_update(self, metrics: dict[int, dict[str, Tensor]], head_tokens: int, seconds: float) -> None:
         by_step = list(metrics.values())
@@ -275,10 +317,11 @@ class MARGRPO(L.LightningModule):
             {
                 "stability/policy_loss": mean["policy_loss"],
                 "stability/loss": mean["loss"],
-                "stability/ratio_deviation": worst,
                 "stability/clip_share": mean["clip_share"],
                 "stability/skipped_updates": float(self.skipped_updates),
-                "rollout/update_head_tokens": float(head_tokens),
                 "time/update": seconds,
-            }
+            },
+            sync_dist=True,
         )
+        self.log("stability/ratio_deviation", worst, sync_dist=True, reduce_fx="max")
+        self.log("rollout/update_head_tokens", float(head_tokens), sync_dist=True, reduce_fx="sum")

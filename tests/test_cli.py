@@ -91,6 +91,22 @@ def test_export_writes_the_official_layout_with_the_trained_policy(run, data_dir
     assert not torch.equal(official["image_encoder.norm.bias"], exported["image_encoder.norm.bias"])
 
 
+@pytest.mark.parametrize("kind", ["empty", "text", "cut", "weights", "other keys", "other shape"])
+def test_export_refuses_a_file_that_is_no_checkpoint_of_the_run(run, tmp_path, kind):
+    file = tmp_path / "mine.ckpt"
+    whole = run / "checkpoints" / "last.ckpt"
+    state = torch.load(whole, weights_only=True)["state_dict"]
+    key = "model.policy.image_encoder.norm.bias"
+    if kind in ("empty", "text", "cut"):
+        file.write_bytes({"empty": b"", "text": b"hello world", "cut": whole.read_bytes()[:-1000]}[kind])
+    else:
+        broken = {"other keys": {"layer.weight": state[key]}, "other shape": {**state, key: state[key][1:]}}
+        torch.save(state if kind == "weights" else {"state_dict": broken[kind]}, file)
+    with pytest.raises(CheckpointError, match=r"mine\.ckpt: .*; expected a \.ckpt file that `margrpo fit` wrote"):
+        main(["export", str(run), str(tmp_path / "exported"), "--checkpoint", str(file)])
+    assert not (tmp_path / "exported").exists()
+
+
 def test_export_names_a_missing_file(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.yaml: missing"):
         main(["export", str(tmp_path), str(tmp_path / "exported")])

@@ -8,6 +8,7 @@ import lightning as L
 import pytest
 import torch
 
+from margrpo.callbacks.stability import GradientNorms
 from margrpo.models.nova import NOVA
 from margrpo.module import MARGRPO, NonFiniteError, OptimizerConfig
 from margrpo.objective.loss import ObjectiveConfig
@@ -16,7 +17,7 @@ from margrpo.rollout.config import RolloutConfig
 from margrpo.rollout.datamodule import RolloutDataModule
 from margrpo.rollout.denoising import TokenDenoiser
 from margrpo.rollout.prompts import PromptBatch
-from margrpo.update import score
+from margrpo.update import Reference, image_prefix, score
 
 EPSILON = 1e-4
 ROLLOUT = RolloutConfig(
@@ -56,11 +57,25 @@ def rolled_out(build):
 
     def run(rollout=ROLLOUT, **options):
         module, data, _ = build(rollout, **options)
-        made = data.roll_out(module.model, PromptBatch(0, [0, 1], RECORDS[:2]))
+        made = data.roll_out(module.model, PromptBatch(0, [0, 1], RECORDS[:2], laps=[0, 0]))
         transition = module.model.transition(rollout.denoising_steps, rollout.noise_level, rollout.stochastic_steps)
         return module, made, TokenDenoiser(module.model.head, transition, score_guided=rollout.score_guided)
 
     return run
+
+
+def rescore(module, rollout, mask_step, denoiser):
+    """Score a mask step under the policy."""
+    prefix = image_prefix(module.model, module.model.policy, rollout)
+    return score(module.model, module.model.policy, prefix, rollout, mask_step, denoiser)
+
+
+def fast_loss(module, rollout, mask_step, advantage, denoiser):
+    """Loss of a mask step as the update computes it."""
+    with torch.no_grad():
+        reference = Reference(module.reference, denoiser, image_prefix(module.model, module.reference, rollout))
+    total_weight = mask_step.decisions.weight.sum()
+    return module.mask_step_loss(rollout, mask_step, total_weight, advantage, denoiser, reference)[0]
 
 
 VARIANTS = [
@@ -77,7 +92,7 @@ VARIANTS = [
 def test_before_any_update_the_ratio_is_one(rolled_out, options):
     module, rollout, denoiser = rolled_out(dataclasses.replace(ROLLOUT, **options))
     for mask_step in rollout.mask_steps:
-        scores = score(module.model, module.model.policy, rollout, mask_step, denoiser)
+        scores = rescore(module, rollout, mask_step, denoiser)
         torch.testing.assert_close(scores.log_prob, mask_step.decisions.log_prob, atol=1e-4, rtol=0)
 
 
@@ -85,7 +100,7 @@ def test_under_bf16_autocast_the_ratio_deviates_by_a_bounded_amount(rolled_out):
     module, rollout, denoiser = rolled_out()
     with torch.autocast("cpu", torch.bfloat16):
         for mask_step in rollout.mask_steps:
-            scores = score(module.model, module.model.policy, rollout, mask_step, denoiser)
+            scores = rescore(module, rollout, mask_step, denoiser)
             assert scores.log_prob.dtype == torch.float32
             deviation = (scores.log_prob - mask_step.decisions.log_prob).abs()
             assert 0 < deviation.max() < 0.5
@@ -115,7 +130,7 @@ def test_training_the_head_changes_it_and_leaves_the_initial_one_to_the_referenc
 
 def test_the_gradient_flows_through_the_frozen_head_into_the_policy(rolled_out):
     module, rollout, denoiser = rolled_out()
-    loss, _ = module.mask_step_loss(rollout, rollout.mask_steps[0], torch.randn(6), denoiser, denoiser)
+    loss = fast_loss(module, rollout, rollout.mask_steps[0], torch.randn(6), denoiser)
     loss.backward()
     assert all(parameter.grad is None for parameter in module.model.head.parameters())
     assert module.model.policy.image_encoder.blocks[0].attn.qkv.weight.grad.abs().sum() > 0
@@ -163,7 +178,7 @@ def test_without_the_methods_parts_the_update_is_plain_grpo_with_a_fixed_head(ro
     rewards = rollout.rewards.view(2, 3)
     advantage = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + EPSILON)).flatten()
     mask_step = rollout.mask_steps[-1]
-    loss, _ = module.mask_step_loss(rollout, mask_step, advantage, denoiser, denoiser)
+    loss = fast_loss(module, rollout, mask_step, advantage, denoiser)
     expected = slow_loss(module, rollout, mask_step, advantage, 0.3)
     parameters = [p for p in module.model.policy.parameters() if p.requires_grad]
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
@@ -277,6 +292,48 @@ def test_gradients_are_clipped_to_the_configured_norm(build):
     module, data, trainer = build(module_class=Watch, optimizer=optimizer)
     trainer.fit(module, data)
     assert [norm.item() for norm in norms] == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
+def test_the_norm_of_the_whole_gradient_is_computed_once(build, monkeypatch):
+    sizes = []
+
+    def count(gradients, *arguments, **options):
+        gradients = list(gradients)
+        sizes.append(len(gradients))
+        return get_total_norm(gradients, *arguments, **options)
+
+    get_total_norm = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", count)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
+    module, data, trainer = build(steps=2, callbacks=[GradientNorms()])
+    trainer.fit(module, data)
+    assert sizes.count(sum(parameter.requires_grad for parameter in module.parameters())) == 2
+
+
+@pytest.mark.parametrize(("options", "calls"), [({}, 1), ({"score_guided": True}, 2)], ids=["conditional", "guided"])
+def test_the_prefix_of_the_reference_is_computed_once_an_update(build, monkeypatch, options, calls):
+    module, data, trainer = build(dataclasses.replace(ROLLOUT, **options), steps=1)
+    made = []
+    prefix = module.reference.prefix
+    monkeypatch.setattr(module.reference, "prefix", lambda embeds: made.append(embeds) or prefix(embeds))
+    trainer.fit(module, data)
+    assert len(made) == calls
+
+
+def test_without_any_held_out_reward_the_mean_is_nan(build):
+    module, data, trainer = build(rewards=[NaNReward()])
+    data.heldout_prompts, data.evaluation_batch = data.train_prompts, 1
+    (metrics,) = trainer.validate(module, data, verbose=False)
+    assert metrics.keys() == {"reward/heldout", "reward/heldout_nan"}
+    assert all(map(math.isnan, metrics.values()))
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_fp16_is_refused(build, monkeypatch, precision):
+    module, data, trainer = build()
+    monkeypatch.setattr(trainer.precision_plugin, "precision", precision)
+    with pytest.raises(ValueError, match=rf"trainer\.precision is {precision}.*accepted: bf16-mixed, 32-true"):
+        trainer.fit(module, data)
 
 
 def test_same_seed_same_numbers(build):

@@ -54,9 +54,8 @@ class GradientNorms(L.Callback):
         parts = pl_module.model.policy_parts()
         if pl_module.train_head:
             parts["head"] = pl_module.model.head
-        overall = _gradient_norm(parameter for group in optimizer.param_groups for parameter in group["params"])
-        self.history.append(overall.item())
-        pl_module.log("stability/gradient_norm", overall)
+        self.history.append(pl_module.gradient_norm.item())
+        pl_module.log("stability/gradient_norm", pl_module.gradient_norm)
         pl_module.log_dict({f"gradient_norm/{name}": _gradient_norm(part.parameters()) for name, part in parts.items()})
 
     def state_dict(self) -> dict[str, Any]:

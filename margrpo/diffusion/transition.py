@@ -78,6 +78,10 @@ class Transition(ABC):
         x_prev = mean + std * noise.float() if step in self.trainable_steps else mean
         return x_prev.to(x_t.dtype), mean, std
 
+    def guide(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+        """Apply classifier-free guidance (arXiv 2207.12598) to predictions [..., C]: u + scale (c - u)."""
+        return torch.lerp(unconditional, conditional, scale)
+
     def constants(self, step: int | Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """Look up the K constants of `step`, each fp32 [..., 1] on `device`, without a host synchronisation."""
         if device not in self._constants_on:

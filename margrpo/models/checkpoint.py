@@ -1,8 +1,10 @@
-"""Reading and writing weight files: safetensors, or pickles restricted to tensors; one file or shards."""
+"""Reading and writing checkpoints: safetensors, or pickles restricted to tensors; one file or shards."""
 
 import json
 import pickle
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path, entry: str | None = None) -> dict[str, Tensor]:
     """Read one weight file on the CPU; pickles are read with `weights_only=True`.
+
+    Args:
+        path: the file.
+        entry: key under which a pickle holds the weights; None when it holds nothing else.
 
     Raises:
         CheckpointError: the file is missing, truncated, or holds more than tensors.
@@ -67,6 +73,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{path}: cannot be read as weights: {error}") from error
+    if entry is not None:
+        if not isinstance(weights, dict) or entry not in weights:
+            raise CheckpointError(f"{path}: no entry {entry!r}")
+        weights = weights[entry]
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path}: expected a dictionary of tensors")
     return weights
@@ -89,6 +99,23 @@ def read_weight_folder(folder: Path, stem: str) -> dict[str, Tensor]:
                 raise CheckpointError(f"{index}: missing shards {missing}" if shards else f"{index}: no weight_map")
             return {key: value for name in shards for key, value in read_weights(folder / name).items()}
     raise CheckpointError(f"{folder}: no {stem}.safetensors, {stem}.bin or index of shards")
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Hand out a directory to fill, which becomes `path` when the block ends, complete, or not at all.
+
+    Raises:
+        FileExistsError: `path` exists.
+    """
+    if path.exists():
+        raise FileExistsError(f"{path}: already exists; name a new directory")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        target = Path(scratch) / "checkpoint"
+        target.mkdir()
+        yield target
+        target.rename(path)
 
 
 def strip_prefixes(weights: dict[str, Tensor], prefixes: Iterable[str]) -> dict[str, Tensor]:

@@ -53,14 +53,16 @@ class ObjectiveConfig:
             raise ValueError(f"kl_weight is {self.kl_weight}; it must not be negative")
 
 
-def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Return sum(w x) / sum(w) over M decisions; exactly 0, with a gradient path, when nothing is selected.
+def weighted_mean(values: Tensor, weight: Tensor, total_weight: Tensor | None = None) -> Tensor:
+    """Return sum(w x) / total_weight over M decisions; exactly 0, with a gradient path, when nothing is selected.
 
     Args:
         values: fp32 [M].
         weight: fp32 [M], not negative.
+        total_weight: fp32 scalar; sum(w) when None. Ranks that average their results pass the mean of their sums, and
+            so get the mean over the decisions of all.
     """
-    total = weight.sum()
+    total = weight.sum() if total_weight is None else total_weight
     return (values * weight).sum() / torch.where(total > 0, total, 1.0)
 
 
@@ -72,6 +74,7 @@ def policy_loss(
     config: ObjectiveConfig,
     *,
     on_policy: bool,
+    total_weight: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the negated surrogate averaged over M decisions, and metrics.
 
@@ -83,6 +86,7 @@ def policy_loss(
         config: clipping.
         on_policy: nothing was updated since the rollout: the ratio is exp(l - stopgrad(l)), 1 in value, and the
             recorded log-probabilities are only compared. Otherwise the ratio to them is used, clipped.
+        total_weight: see `weighted_mean`.
 
     Returns:
         a scalar, and as detached scalars `ratio_deviation`, the largest |ratio - 1| to the recorded log-probabilities,
@@ -100,9 +104,9 @@ def policy_loss(
         clipped_away = (clipped < ratio * advantage).float()
     metrics = {
         "ratio_deviation": deviation.max() if len(deviation) else deviation.sum(),
-        "clip_share": weighted_mean(clipped_away, weight),
+        "clip_share": weighted_mean(clipped_away, weight, total_weight),
     }
-    return -weighted_mean(surrogate, weight), metrics
+    return -weighted_mean(surrogate, weight, total_weight), metrics
 
 
 def k3(difference: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class RewardCombiner(nn.Module):
 
     @torch.no_grad()
     def forward(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardResult:
-        """Score images uint8 [B, 3, H, W] with their B prompts and B records.
+        """Score images uint8 [B, 3, H, W] with their B prompts and B records, in the precision of the scorers.
 
         Raises:
             RewardError: a scorer raised (after the retries, if it was transient) or did not return one score per image.
@@ -84,9 +84,12 @@ class RewardCombiner(nn.Module):
         total = torch.zeros(len(images), dtype=torch.float32, device=images.device)
         per_reward = {}
         for reward, weight in zip(self.rewards, self.weights, strict=True):
-            scores = [
-                self._score(reward, images[part], prompts[part], metadata[part]) for part in self._parts(len(images))
-            ]
+            # The trainer's autocast is for the policy: scorers keep the precision they were published with.
+            with torch.autocast(images.device.type, enabled=False):
+                scores = [
+                    self._score(reward, images[part], prompts[part], metadata[part])
+                    for part in self._parts(len(images))
+                ]
             per_reward[reward.name] = torch.cat(scores)
             total += weight * per_reward[reward.name]
         return RewardResult(total, per_reward)

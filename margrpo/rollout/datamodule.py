@@ -1,12 +1,14 @@
 """Data of a run: prompts go in, scored grouped rollouts (or held-out evaluations) come out."""
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
+from margrpo.clock import time_when_done
 from margrpo.diffusion.transition import Transition
 from margrpo.models.base import HybridModel
 from margrpo.rewards.base import Reward
@@ -77,15 +79,15 @@ class RolloutDataModule(L.LightningDataModule):
         """Read the prompt files and draw a plan, so that what is wrong stops the run before any compute is spent."""
         trainer = self._trainer()
         if stage == "fit":
-            self.records["fit"] = read_prompts(self.train_prompts)
+            self._read("fit", self.train_prompts)
             prompts_per_rank(self.prompts_per_step, trainer.world_size)
             self.plan(self._model(), step=0)
         if stage in ("fit", "validate") and self.heldout_prompts is not None:
-            self.records["validate"] = read_prompts(self.heldout_prompts)[: self.heldout_count]
+            self._read("validate", self.heldout_prompts, self.heldout_count)
         if stage == "predict":
             if self.predict_prompts is None:
                 raise ValueError("predict_prompts is not set; name a prompt file with --data.predict_prompts")
-            self.records["predict"] = read_prompts(self.predict_prompts)
+            self._read("predict", self.predict_prompts)
         self.reward.to(trainer.strategy.root_device)
 
     def train_dataloader(self) -> Iterable[PromptBatch]:
@@ -134,22 +136,23 @@ class RolloutDataModule(L.LightningDataModule):
     def roll_out(self, model: HybridModel, batch: PromptBatch) -> Rollout:
         """Sample G images per prompt, keep the decisions of the drawn steps, and score the images."""
         config = self.rollout
-        started = time.perf_counter()
+        started = time_when_done(model.device)
         prompts = [record["prompt"] for record in batch.records]
         condition = model.encode(prompts)
         transition, plan = self.plan(model, batch.step)
         seeds = [
-            stable_seed(self.seed, batch.step, index, sample)
-            for index in batch.indices
+            stable_seed(self.seed, batch.step, index, lap * config.group_size + sample)
+            for index, lap in zip(batch.indices, batch.laps, strict=True)
             for sample in range(config.group_size)
         ]
         noise = SampleNoise(seeds, model.num_tokens, model.token_channels, model.device)
         denoiser = TokenDenoiser(model.head, transition, score_guided=config.score_guided)
         sampled = roll_out(model, condition, config, plan, denoiser, noise)
-        images = model.decode(sampled.latents)
-        sampling_done = time.perf_counter()
+        images = decode(model, sampled.latents)
+        sampling_done = time_when_done(model.device)
         repeated = [record for record in batch.records for _ in range(config.group_size)]
         result = self.reward(images, [record["prompt"] for record in repeated], repeated)
+        seconds = {"rollout": sampling_done - started, "reward": time_when_done(model.device) - sampling_done}
         return Rollout(
             step=batch.step,
             config=config,
@@ -161,7 +164,7 @@ class RolloutDataModule(L.LightningDataModule):
             images=images,
             rewards=result.total,
             rewards_by_scorer=result.per_reward,
-            seconds={"rollout": sampling_done - started, "reward": time.perf_counter() - sampling_done},
+            seconds=seconds,
             head_tokens=sampled.head_tokens,
         )
 
@@ -175,7 +178,7 @@ class RolloutDataModule(L.LightningDataModule):
         noise = SampleNoise(seeds, model.num_tokens, model.token_channels, model.device)
         denoiser = TokenDenoiser(model.head, transition, score_guided=False)
         latents = generate(model, model.policy, model.encode(prompts), sampling, denoiser, noise)
-        images = model.decode(latents)
+        images = decode(model, latents)
         if not score:
             return Evaluation(batch.indices, prompts, batch.records, images, None, {})
         result = self.reward(images, prompts, batch.records)
@@ -189,6 +192,14 @@ class RolloutDataModule(L.LightningDataModule):
         """Go on after the last trained step."""
         self.next_step = state_dict["next_step"]
 
+    def _read(self, stage: str, path: str, count: int | None = None) -> None:
+        self.records[stage] = records = read_prompts(path)[:count]
+        truncated = self._model().count_truncated([record["prompt"] for record in records])
+        if truncated:
+            rank_zero_warn(
+                f"{path}: {truncated} of {len(records)} prompts are truncated, because the text encoder takes no more"
+            )
+
     def _held_out(self, stage: str) -> HeldOutPrompts:
         trainer = self._trainer()
         return HeldOutPrompts(self.records[stage], self.evaluation_batch, trainer.global_rank, trainer.world_size)
@@ -201,3 +212,9 @@ class RolloutDataModule(L.LightningDataModule):
     def _trainer(self) -> L.Trainer:
         assert self.trainer is not None, "the data module works inside a Trainer"
         return self.trainer
+
+
+def decode(model: HybridModel, latents: Tensor) -> Tensor:
+    """Decode latents [B, N, C] to images uint8 [B, 3, H, W], outside the trainer's autocast, which shows in pixels."""
+    with torch.autocast(latents.device.type, enabled=False):
+        return model.decode(latents)

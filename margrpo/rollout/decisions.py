@@ -18,8 +18,8 @@ class Trajectories:
     Args:
         steps: the K denoising steps that were kept.
         end_points: fp32 [S, B, n, C].
-        x_t: fp32 [S, K, B * n, C].
-        x_prev: fp32 [S, K, B * n, C].
+        x_t: fp32 [K, S, B * n, C].
+        x_prev: fp32 [K, S, B * n, C].
     """
 
     steps: list[int]
@@ -148,6 +148,7 @@ def _main_rows(record: StepRecord, rows: Tensor, weight: Tensor) -> dict[str, Te
         "x_t": record.trace.x_t[:, rows].flatten(0, 1),
         "x_prev": record.trace.x_prev[:, rows].flatten(0, 1),
         "step": steps.repeat_interleave(len(rows)),
+        "std": record.trace.std[:, rows].flatten(0, 1),
     }
 
 
@@ -165,17 +166,20 @@ def _trajectory_rows(
     rows = critical.flatten().nonzero().squeeze(1)
     there = rows // count * tokens_per_image + rows % count + offset
     step_rows = torch.tensor([trajectories.steps.index(step) for step in record.steps], device=rows.device)
-    repeats = len(trajectories.x_t) * len(step_rows)
-    x_t = trajectories.x_t[:, step_rows][:, :, there].flatten(0, 2)
-    x_prev = trajectories.x_prev[:, step_rows][:, :, there].flatten(0, 2)
-    step = torch.tensor(record.steps, device=rows.device).repeat_interleave(len(rows)).repeat(len(trajectories.x_t))
-    row = rows.repeat(repeats)
+    x_t, x_prev = (
+        states[step_rows].index_select(2, there).transpose(0, 1).flatten(1, 2)
+        for states in (trajectories.x_t, trajectories.x_prev)
+    )
+    step = torch.tensor(record.steps, device=rows.device).repeat_interleave(len(rows))
+    row = rows.repeat(len(record.steps))
     scores = denoiser.score(record.conditions.select(row), x_t, x_prev, step)
+    log_prob = scores.log_prob.flatten()
     return {
-        "row": row,
-        "weight": torch.full_like(scores.log_prob, share),
-        "log_prob": scores.log_prob,
-        "x_t": x_t,
-        "x_prev": x_prev,
-        "step": step,
+        "row": row.repeat(len(x_t)),
+        "weight": torch.full_like(log_prob, share),
+        "log_prob": log_prob,
+        "x_t": x_t.flatten(0, 1),
+        "x_prev": x_prev.flatten(0, 1),
+        "step": step.repeat(len(x_t)),
+        "std": scores.std.expand(*x_t.shape[:-1], -1).flatten(0, 1),
     }

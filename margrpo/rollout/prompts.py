@@ -156,11 +156,14 @@ class PromptBatch:
         step: number of the step (of the batch, for held-out prompts), the same on every rank of a training step.
         indices: P positions in the prompt file, the identity of the prompts.
         records: P records.
+        laps: how often the step has gone round all prompts before each; it tells apart the groups of a prompt that
+            occurs more than once in a step.
     """
 
     step: int
     indices: list[int]
     records: list[Record]
+    laps: list[int]
 
 
 def prompts_per_rank(prompts_per_step: int, world_size: int) -> int:
@@ -208,11 +211,14 @@ class PromptStream:
 
     def batch(self, step: int) -> PromptBatch:
         """Return this rank's prompts of a step."""
-        first = step * self.prompts_per_step + self.rank * self.share
+        first_of_step = step * self.prompts_per_step
+        first = first_of_step + self.rank * self.share
         places = [divmod(position, len(self.records)) for position in range(first, first + self.share)]
         orders = {epoch: self._order(epoch) for epoch in {epoch for epoch, _ in places}}
         indices = [orders[epoch][offset] for epoch, offset in places]
-        return PromptBatch(step, indices, [self.records[index] for index in indices])
+        # Counted from the epoch of the first prompt, not of the step: a lap holds every prompt at most once.
+        laps = [epoch - first_of_step // len(self.records) for epoch, _ in places]
+        return PromptBatch(step, indices, [self.records[index] for index in indices], laps)
 
     def _order(self, epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(stable_seed(self.seed, epoch))
@@ -257,4 +263,4 @@ class HeldOutPrompts:
         for step in self.steps:
             first = step * self.batch_size
             records = self.records[first : first + self.batch_size]
-            yield PromptBatch(step, list(range(first, first + len(records))), records)
+            yield PromptBatch(step, list(range(first, first + len(records))), records, laps=[0] * len(records))

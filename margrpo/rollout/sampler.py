@@ -185,15 +185,16 @@ def draw_trajectories(
     config: RolloutConfig,
     kept_steps: list[int],
 ) -> Trajectories:
-    """Denoise tokens from `walk.start` on again, once per extra trajectory, each with noise of its own."""
+    """Denoise tokens from `walk.start` on again, once per extra trajectory, each with noise of its own.
+
+    The noise has the indices from `first_index` on.
+    """
     tokens = walk.order[:, walk.start :][:, : len(conditions) // len(walk.order)]
     draws = 1 + denoiser.transition.num_steps
-    end_points, x_t, x_prev = [], [], []
-    for index in range(first_index, first_index + config.extra_trajectories):
-        noise = walk.noise.normal(Stream.TRAJECTORY, index, tokens, draws).flatten(1, 2)
-        end_point, trace = denoiser.sample(conditions, noise, kept_steps)
-        assert trace is not None
-        end_points.append(end_point.unflatten(0, tokens.shape))
-        x_t.append(trace.x_t)
-        x_prev.append(trace.x_prev)
-    return Trajectories(kept_steps, torch.stack(end_points), torch.stack(x_t), torch.stack(x_prev))
+    noise = [
+        walk.noise.normal(Stream.TRAJECTORY, index, tokens, draws).flatten(1, 2)
+        for index in range(first_index, first_index + config.extra_trajectories)
+    ]
+    end_points, trace = denoiser.sample(conditions, torch.stack(noise, dim=1), kept_steps)
+    assert trace is not None
+    return Trajectories(kept_steps, end_points.unflatten(1, tokens.shape), trace.x_t, trace.x_prev)

@@ -94,9 +94,10 @@ def test_every_validation_shows_the_first_heldout_images(build, tmp_path):
     logger = TensorBoardLogger(tmp_path, name="run", version="")
     module, data, trainer = build([SampleGrid(count=3, columns=2)], steps=2, logger=logger)
     records = [{"prompt": f"prompt number {i}"} for i in range(3)]
-    before = data.evaluate(module.model, PromptBatch(0, [0, 1, 2], records), score=True)
+    batch = PromptBatch(0, [0, 1, 2], records, laps=[0, 0, 0])
+    before = data.evaluate(module.model, batch, score=True)
     trainer.fit(module, data)
-    after = data.evaluate(module.model, PromptBatch(0, [0, 1, 2], records), score=True)
+    after = data.evaluate(module.model, batch, score=True)
     assert not before.images.equal(after.images)
     folder = tmp_path / "run" / "samples"
     assert sorted(file.name for file in folder.iterdir()) == [f"step_00000{step}.png" for step in range(3)]

@@ -114,6 +114,27 @@ def test_weighted_mean_does_not_depend_on_the_scale_of_the_weights() -> None:
         assert weighted_mean(values, factor * weight).item() == pytest.approx(1.75)
 
 
+def test_over_ranks_the_mean_of_losses_is_the_loss_over_all_decisions() -> None:
+    log_prob, old, advantage, weight = random_decisions()
+    whole, metrics = policy_loss(log_prob, old, advantage, weight, CONFIG, on_policy=False)
+    ranks = (slice(0, 7), slice(7, None))
+    total_weight = torch.stack([weight[rank].sum() for rank in ranks]).mean()
+    parts = [
+        policy_loss(
+            log_prob[rank],
+            old[rank],
+            advantage[rank],
+            weight[rank],
+            CONFIG,
+            on_policy=False,
+            total_weight=total_weight,
+        )
+        for rank in ranks
+    ]
+    torch.testing.assert_close(torch.stack([loss for loss, _ in parts]).mean(), whole)
+    torch.testing.assert_close(torch.stack([part["clip_share"] for _, part in parts]).mean(), metrics["clip_share"])
+
+
 @pytest.mark.parametrize("std_shape", [(), (5, 1), (5, 3)])
 def test_gaussian_kl_is_the_divergence_of_two_gaussians_averaged_over_channels(std_shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)

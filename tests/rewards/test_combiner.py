@@ -236,6 +236,13 @@ def test_network_of_a_reward_is_frozen_and_unchanged_by_scoring_in_train_mode() 
     assert all(before[key].equal(value) for key, value in reward.state_dict().items())
 
 
+def test_scorers_run_outside_the_autocast_of_the_trainer() -> None:
+    reward = NetworkReward()
+    expected = score(reward).total
+    with torch.autocast("cpu", torch.bfloat16):
+        assert score(reward).total.equal(expected)
+
+
 def test_network_of_a_reward_moves_with_the_combiner() -> None:
     reward = NetworkReward()
     RewardCombiner([Brightness(), reward]).to(torch.float64)

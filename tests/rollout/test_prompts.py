@@ -204,6 +204,15 @@ def test_step_larger_than_the_file_goes_round_it() -> None:
     assert Counter(stream(per_step=21).batch(2).indices) == Counter(list(range(7)) * 3)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_prompt_and_lap_tell_all_groups_of_a_step_apart(world_size: int) -> None:
+    for step in range(4):
+        batches = [stream(rank=rank, world_size=world_size, per_step=18).batch(step) for rank in range(world_size)]
+        groups = [group for batch in batches for group in zip(batch.indices, batch.laps, strict=True)]
+        assert len(set(groups)) == 18
+        assert min(lap for _, lap in groups) == 0
+
+
 @pytest.mark.parametrize(
     ("prompts_per_step", "world_size", "nearest"),
     [(10, 4, "8 or 12"), (3, 4, "4"), (0, 2, "2"), (-3, 2, "2")],

@@ -18,7 +18,7 @@ class ModulatedNorm(nn.Module):
         self.proj = nn.Linear(width, factors * width)
 
     def forward(self, h: Tensor, activated: Tensor) -> tuple[Tensor, ...]:
-        """Return the modulated norm of h [M, W] and the remaining factors, from the activated embedding [M, W]."""
+        """Return the modulated norm of h [..., W] and the remaining factors, from the activated embedding [..., W]."""
         scale, shift, *rest = self.proj(activated).chunk(self.factors, dim=-1)
         return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=1e-6), 1 + scale), *rest
 
@@ -33,7 +33,7 @@ class HeadBlock(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(self, h: Tensor, activated: Tensor) -> Tensor:
-        """Transform h [M, W]."""
+        """Transform h [..., W], whose leading dimensions broadcast against those of `activated`."""
         u, gate = self.norm1(h, activated)
         return torch.addcmul(h, gate, self.norm2(self.proj(u)))
 
@@ -70,7 +70,10 @@ class NOVAHead(Head):
         return self.time_cond_embed.timestep_proj(frequencies.to(self.head.weight.dtype))
 
     def denoise(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """Predict [M, C] from noisy tokens x [M, C] and the summed embedding [M, W]."""
+        """Predict [..., C] from noisy tokens x [..., C] and the summed embedding [..., W].
+
+        Their leading dimensions broadcast; the modulation, most of the work, is done once per row of the embedding.
+        """
         activated = F.silu(embedding)
         h = self.patch_embed(x)
         for block in self.blocks:

@@ -165,6 +165,10 @@ class NOVA(HybridModel):
         with torch.no_grad():
             return {"prompt_embeds": self.text_encoder(prompts, self.policy.text_embed.weight)}
 
+    def count_truncated(self, prompts: list[str]) -> int:
+        """Count the prompts that have more tokens than the text side has rows."""
+        return self.text_encoder.count_truncated(prompts)
+
     def unconditional(self) -> Condition:
         """Return the null prompt, one row."""
         return {"prompt_embeds": self.policy.text_embed.weight[None, : self.config.text_token_len]}

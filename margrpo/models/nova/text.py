@@ -1,7 +1,5 @@
 """NOVA's frozen text side: tokenizer, Phi encoder and the null prompt fill a fixed number of rows per prompt."""
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 from transformers import PhiModel, PreTrainedTokenizerBase
@@ -13,7 +11,7 @@ class TextEncoder(nn.Module):
     Args:
         tokenizer: tokenizer of the checkpoint; adds no special tokens.
         encoder: Phi without its language-model head.
-        length: rows per prompt; longer prompts are truncated, with one warning that counts them.
+        length: rows per prompt; longer prompts are truncated.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PhiModel, length: int) -> None:
@@ -28,13 +26,7 @@ class TextEncoder(nn.Module):
         The first rows hold the states of the real tokens, the others the rows of the null prompt,
         `null_rows` [>= length, token_dim]. Attention is causal, so padding never reaches a real token.
         """
-        token_ids = self.tokenizer(prompts, add_special_tokens=False).input_ids
-        too_long = sum(len(ids) > self.length for ids in token_ids)
-        if too_long:
-            warnings.warn(
-                f"{too_long} of {len(prompts)} prompts are longer than {self.length} tokens and were truncated",
-                stacklevel=2,
-            )
+        token_ids = self._token_ids(prompts)
         device = null_rows.device
         lengths = torch.tensor([min(len(ids), self.length) for ids in token_ids], device=device)
         embeds = null_rows[: self.length].expand(len(prompts), -1, -1)
@@ -47,3 +39,10 @@ class TextEncoder(nn.Module):
         is_real = torch.arange(longest, device=device) < lengths[:, None]
         head_rows = torch.where(is_real[..., None], states.to(embeds.dtype), embeds[:, :longest])
         return torch.cat([head_rows, embeds[:, longest:]], dim=1)
+
+    def count_truncated(self, prompts: list[str]) -> int:
+        """Count the prompts that are longer than `length` tokens."""
+        return sum(len(ids) > self.length for ids in self._token_ids(prompts))
+
+    def _token_ids(self, prompts: list[str]) -> list[list[int]]:
+        return self.tokenizer(prompts, add_special_tokens=False).input_ids

@@ -40,8 +40,7 @@ def test_prompts_are_tokenised_as_published(nova, golden):
 def test_text_states_and_tokens_equal_the_published_ones(nova, golden):
     states = nova.text_encoder.encoder(golden["text.input_ids"]).last_hidden_state
     assert relative_error(states, golden["text.phi_last_hidden"]) < TOLERANCE
-    with pytest.warns(UserWarning, match="1 of 2 prompts"):
-        conditional = nova.encode(PROMPTS)["prompt_embeds"]
+    conditional = nova.encode(PROMPTS)["prompt_embeds"]
     unconditional = nova.unconditional()["prompt_embeds"].expand(2, -1, -1)
     assert relative_error(torch.cat([conditional, unconditional]), golden["text.prompt_embed"]) < TOLERANCE
     assert relative_error(nova.policy.text_embed(golden["text.prompt_embed"]), golden["text.tokens"]) < TOLERANCE
@@ -169,9 +168,9 @@ class Replayed(torch.nn.Module):
 
 def test_guidance_equals_the_published_one(nova, golden):
     transition = nova.transition(4, 0.7, None)
-    guided, outputs = golden["cfg.out_s5"].flatten(0, 1), golden["cfg.in"].flatten(0, 1)
+    guided, outputs = golden["cfg.out_s5"].flatten(0, 1), golden["cfg.in"].unflatten(0, (2, -1)).flatten(1, 2)
     denoiser = TokenDenoiser(Replayed(outputs), transition, score_guided=True)
-    conditions = denoiser.embed(torch.zeros(len(outputs), 1), guidance_scale=5.0)
+    conditions = denoiser.embed(torch.zeros(2 * len(guided), 1), guidance_scale=5.0)
     x_t = torch.zeros_like(guided)
     for step in range(4):
         steps = torch.full((len(guided),), step)
