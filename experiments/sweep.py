@@ -9,6 +9,7 @@ A sweep file has these keys; options of `margrpo fit` are written nested or dott
     variants:                                 # named sets of options, each on its own
       - name: fixed_head
         overrides: {model: {train_head: false}}
+        published: 28.65                      # what the paper reports for it, for the report; may be absent
     grid:                                     # all combinations of these values, for every variant
       data.rollout.critical_fraction: [0.1, 0.3]
     seeds: [1, 2, 3]                          # of `seed_everything` and `data.seed`
@@ -61,7 +62,11 @@ class SweepError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """One training run; `overrides` are without what its seed and directory decide, `order` is its variant's place."""
+    """One training run.
+
+    `overrides` are without what its seed and directory decide, `order` is its variant's place, and `published` what the
+    paper reports for the variant, if anything.
+    """
 
     sweep: str
     base: str
@@ -69,6 +74,7 @@ class Run:
     order: int
     seed: int
     overrides: Options
+    published: float | None
     directory: Path
 
     @property
@@ -146,7 +152,7 @@ def read_sweep(
     seeds = _list(f"{file}: seeds", content["seeds"])
     if not all(type(seed) is int and seed >= 0 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise SweepError(f"{file}: seeds is {seeds}; accepted: different integers from 0 on")
-    variants, settings = _variants(file, content), _flat("--set", settings or {})
+    (variants, published), settings = _variants(file, content), _flat("--set", settings or {})
     for key in settings:
         if any(key in overrides for overrides in variants.values()):
             raise SweepError(f"--set {key}: {file} varies this option")
@@ -160,6 +166,7 @@ def read_sweep(
             order=order,
             seed=seed,
             overrides=common | overrides,
+            published=published.get(name),
             directory=directory / name / f"seed{seed}",
         )
         for seed in seeds
@@ -167,13 +174,18 @@ def read_sweep(
     ]
 
 
-def _variants(file: Path, content: dict[str, Any]) -> dict[str, Options]:
-    """Return the options of each variant by its directory name."""
+def _variants(file: Path, content: dict[str, Any]) -> tuple[dict[str, Options], dict[str, float]]:
+    """Return by directory name the options of each variant, and the figure published for it where there is one."""
     grid = {k: _list(f"{file}: grid: {k}", v) for k, v in _flat(f"{file}: grid", content.get("grid", {})).items()}
     variants: dict[str, Options] = {}
+    published: dict[str, float] = {}
     for entry in _list(f"{file}: variants", content.get("variants", [{"name": ""}])):
-        if not isinstance(entry, dict) or "name" not in entry or entry.keys() - {"name", "overrides"}:
-            raise SweepError(f"{file}: variants: {entry} is not a mapping with a name and, if it has any, overrides")
+        if not isinstance(entry, dict) or "name" not in entry or entry.keys() - {"name", "overrides", "published"}:
+            raise SweepError(
+                f"{file}: variants: {entry} is not a mapping with a name and, if it has any, overrides and published"
+            )
+        if not isinstance(entry.get("published", 0.0), int | float):
+            raise SweepError(f"{file}: variants: {entry['name']}: published is {entry['published']!r}, not a number")
         overrides = _flat(f"{file}: variants: {entry['name']}", entry.get("overrides", {}))
         for key in overrides.keys() & grid.keys():
             raise SweepError(f"{file}: variants: {entry['name']}: {key} is in the grid too")
@@ -186,7 +198,9 @@ def _variants(file: Path, content: dict[str, Any]) -> dict[str, Options]:
             if name in variants:
                 raise SweepError(f"{file}: there are two variants {name}")
             variants[name] = overrides | point
-    return variants
+            if "published" in entry:
+                published[name] = float(entry["published"])
+    return variants, published
 
 
 def _list(where: str, value: Any) -> list[Any]:

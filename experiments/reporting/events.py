@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import (
     IMAGES,
     SCALARS,
     EventAccumulator,
@@ -46,6 +46,7 @@ class Run:
         seed: null when no sweep says.
         sweep: the sweep it belongs to; null for a run of its own.
         order: place of the variant in its sweep; null when no sweep says.
+        published: what the paper reports for the variant; null when no sweep says.
         curves: by the name under which TensorBoard shows them; without those that were never logged.
         grids: the first and the last sample grid, or one of them, or none.
     """
@@ -55,6 +56,7 @@ class Run:
     seed: int | None = None
     sweep: str | None = None
     order: int | None = None
+    published: float | None = None
     curves: dict[str, Curve] = field(default_factory=dict)
     grids: list[Grid] = field(default_factory=list)
 
@@ -118,6 +120,7 @@ def read_run(directory: Path, name: str) -> Run:
         if missing:
             raise ValueError(f"{sweep_file}: lacks {', '.join(missing)}; sweep.py writes sweep, variant and seed")
         run.sweep, run.variant, run.seed, run.order = said["sweep"], said["variant"], said["seed"], said.get("order")
+        run.published = said.get("published")
     if not any(directory.glob("events.out.tfevents*")):
         return run
     events = EventAccumulator(str(directory), size_guidance={SCALARS: 0, IMAGES: 0}).Reload()

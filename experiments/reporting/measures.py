@@ -17,6 +17,10 @@ SPIKE = 5.0
 """A gradient norm above so many running medians is a spike."""
 SPIKE_WINDOW = 20
 """Updates before it that the running median is of; the first have fewer, and the very first five are never spikes."""
+PAPER = (
+    "what arXiv 2604.06966 reports for the same row, NOVA trained on HPS and scored by it times 100: another model and "
+    "another reward, so that only the order of the rows can be compared"
+)
 ENDS = 10
 """Rollouts at the start and at the end that diversity is averaged over."""
 RESAMPLES = 10_000
@@ -26,6 +30,7 @@ class Measure(NamedTuple):
     """A column: `of` returns the number of a run, or None where the run did not log what it needs.
 
     paired: the number of the first variant's run with the same seed is subtracted.
+    optional: there is no column where no run has it.
     """
 
     key: str
@@ -34,6 +39,7 @@ class Measure(NamedTuple):
     of: Callable[[Run], float | None]
     meaning: str
     paired: bool = False
+    optional: bool = False
 
 
 class Estimate(NamedTuple):
@@ -121,6 +127,14 @@ GROUPS: dict[str, list[Measure]] = {
             difference(peak, final),
             "what a run had and lost; 0 for a run that ends at its best",
         ),
+        Measure(
+            "published",
+            "paper",
+            2,
+            lambda run: run.published,
+            PAPER,
+            optional=True,
+        ),
     ],
     "Stability": [
         Measure(
@@ -180,6 +194,14 @@ GROUPS: dict[str, list[Measure]] = {
     ],
 }
 """The tables of the report."""
+
+
+def columns(rows: Sequence[Row]) -> dict[str, list[Measure]]:
+    """Return the tables' columns, without the optional ones that every row misses."""
+    return {
+        name: [m for m in measures if not m.optional or any(row.estimates[m.key] for row in rows)]
+        for name, measures in GROUPS.items()
+    }
 
 
 def summarise(variants: Sequence[Variant]) -> list[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from reporting.events import Grid, Run, Variant
-from reporting.measures import GROUPS, HELDOUT, Estimate, Measure, Row
+from reporting.measures import HELDOUT, Estimate, Measure, Row, columns
 from reporting.pictures import CHARTS, colour, draw_curves, draw_heldout
 
 MISSING = "–"
@@ -61,7 +61,7 @@ def write_page(title: str, variants: Sequence[Variant], rows: Sequence[Row]) -> 
 <h2>Which variant ends higher?</h2>
 {overview}
 <h2>Tables</h2>
-{"".join(_table(name, measures, rows) for name, measures in GROUPS.items())}
+{"".join(_table(name, measures, rows) for name, measures in columns(rows).items())}
 <h2>Curves</h2>
 <p>A line is the mean over seeds; the band reaches from the lowest seed to the highest.</p>
 <div class="pair">{curves}</div>
@@ -97,7 +97,7 @@ def remarks(variants: Sequence[Variant]) -> list[str]:
 def write_markdown(rows: Sequence[Row]) -> str:
     """Return the tables as Markdown."""
     parts = []
-    for name, measures in GROUPS.items():
+    for name, measures in columns(rows).items():
         lines = [["variant", "seeds", *(measure.title for measure in measures)]]
         for row in rows:
             cells = [" ".join(filter(None, _cell(row.estimates[m.key], m, row.variant))) for m in measures]
@@ -111,7 +111,7 @@ def write_markdown(rows: Sequence[Row]) -> str:
 
 def write_csv(rows: Sequence[Row]) -> str:
     """Return all measures as CSV: mean, ends of the interval, and seeds that have it; empty where missing."""
-    keys = [measure.key for measures in GROUPS.values() for measure in measures]
+    keys = [measure.key for measures in columns(rows).values() for measure in measures]
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["variant", "seeds", *(f"{key}{end}" for key in keys for end in ("", "_low", "_high", "_seeds"))])

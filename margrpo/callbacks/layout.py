@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from torch.utils.tensorboard.summary import hparams
 
 from margrpo.callbacks.ranks import run_directory

@@ -4,6 +4,8 @@ import jsonargparse
 import lightning as L
 import pytest
 
+from margrpo.callbacks.layout import TensorBoardLayout
+from margrpo.callbacks.memory import PeakMemory
 from margrpo.callbacks.progress import StepProgressBar
 from margrpo.callbacks.samples import SampleGrid
 from margrpo.callbacks.stability import GradientNorms, KLTracker
@@ -16,6 +18,8 @@ from margrpo.callbacks.writer import ImageWriter
     [
         (KLTracker, {}),
         (GradientNorms, {}),
+        (PeakMemory, {}),
+        (TensorBoardLayout, {}),
         (SampleGrid, {"count": 8, "columns": 2}),
         (RunSummary, {}),
         (ImageWriter, {"output_dir": "images"}),

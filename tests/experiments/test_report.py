@@ -328,6 +328,16 @@ def test_the_same_runs_give_the_same_files_and_the_table_is_printed(sweep, page,
     assert (tmp_path / "table.md").read_text(encoding="utf-8") in capsys.readouterr().out
 
 
+def test_the_column_of_the_paper_is_there_only_where_a_run_knows_its_figure():
+    variants = [Variant(0, "a", [run_with(reward__heldout=[0.1, 0.2])]), Variant(1, "b", [run_with()])]
+    assert "| paper" not in write_markdown(summarise(variants))
+    assert "published" not in write_csv(summarise(variants))
+    variants[1].runs[0].published = 28.65
+    table = write_markdown(summarise(variants))
+    assert [line.split("|")[-2].strip() for line in table.splitlines()[2:6]] == ["paper", "-----", MISSING, "28.65"]
+    assert "28.65" in write_csv(summarise(variants))
+
+
 def test_every_measure_is_explained_and_has_its_own_name():
     measures = [measure for group in GROUPS.values() for measure in group]
     assert len({m.key for m in measures}) == len({m.title for m in measures}) == len(measures)

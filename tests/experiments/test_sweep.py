@@ -78,6 +78,13 @@ def test_options_of_a_variant_win_over_set_and_set_over_common(write):
     assert run.overrides == {"trainer.max_steps": "9", "data.heldout_count": 8, "data.prompts_per_step": 4}
 
 
+def test_the_figure_that_the_paper_reports_goes_with_every_run_of_its_variant(write):
+    runs = read_sweep(
+        write(variants=[{"name": "a", "published": 27}, {"name": "b"}], grid={"data.prompts_per_step": [1, 2]})
+    )
+    assert [(run.variant[0], run.published) for run in runs] == [("a", 27.0), ("a", 27.0), ("b", None), ("b", None)]
+
+
 def test_another_base_has_another_directory(write, tmp_path):
     assert read_sweep(write(), base="a/big.yaml")[0].directory == Path("runs/mine-big/base/seed1")
     assert read_sweep(write(), output=tmp_path / "out")[0].directory == tmp_path / "out" / "base" / "seed1"
@@ -95,6 +102,7 @@ def test_another_base_has_another_directory(write, tmp_path):
         ({"variants": []}, "mine.yaml: variants is []"),
         ({"variants": [{"overrides": {}}]}, "mine.yaml: variants: {'overrides': {}} is not a mapping with a name"),
         ({"variants": [{"name": "a", "override": {}}]}, "is not a mapping with a name"),
+        ({"variants": [{"name": "a", "published": "27"}]}, "mine.yaml: variants: a: published is '27', not a number"),
         ({"variants": [{"name": "a"}, {"name": "a"}]}, "mine.yaml: there are two variants a"),
         ({"variants": [{"name": "a/b"}]}, "mine.yaml: 'a/b' is to name a directory; accepted: letters"),
         ({"variants": [{"name": "a", "overrides": 3}]}, "mine.yaml: variants: a is 3; accepted: a mapping"),
