@@ -16,8 +16,8 @@ CLEAN_OVERLAP = 0.83
 OVERLAP_MARGIN = 0.03
 """Lead in overlap that makes one shape e times as credible as another; clean shapes lead by 0.1 and more."""
 
-COLOUR_SHARE = 0.5
-"""Part of an object's score that its colour earns; its shape earns the rest."""
+COLOUR_SHARE = 0.75
+"""Part of an object's score that its colour earns; its shape, which blurs sooner, earns the rest."""
 
 RELATION_SHARE = 0.4
 """Part of a spatial prompt's score that the relation earns."""

@@ -90,9 +90,9 @@ def test_an_empty_image_scores_nothing() -> None:
     assert score(render_batch([[], []]), [CIRCLE, LEFT]) == [0.0, 0.0]
 
 
-def test_wrong_colour_or_wrong_shape_costs_about_half() -> None:
+def test_a_wrong_colour_costs_three_quarters_and_a_wrong_shape_one() -> None:
     images = render_batch([[Placed("circle", "green", 64.0, 64.0, 17.0)], [Placed("cross", "red", 64.0, 64.0, 17.0)]])
-    assert score(images, [CIRCLE, CIRCLE]) == pytest.approx([0.5, 0.5], abs=0.03)
+    assert score(images, [CIRCLE, CIRCLE]) == pytest.approx([0.25, 0.75], abs=0.03)
 
 
 def test_the_relation_score_rises_with_the_signed_distance() -> None:
