@@ -312,6 +312,7 @@ def test_a_sweep_skips_what_is_finished_resumes_what_was_killed_and_reports_what
         "order": 0,
         "seed": 5,
         "overrides": {},
+        "published": None,
     }
     config = yaml.safe_load((good / "config.yaml").read_text())
     assert (config["seed_everything"], config["data"]["seed"]) == (5, 5)
